@@ -49,7 +49,6 @@ class ObservedTurn:
         usage: What the daemon counted.
         ended_s: When the first terminal event arrived.
         misnumbered: Events whose number did not rise.
-        unsaid: Times at which text had been shown that was not, or no longer, the beginning of the answer.
     """
 
     started_s: float
@@ -59,7 +58,6 @@ class ObservedTurn:
     usage: TurnUsage | None = None
     ended_s: float | None = None
     misnumbered: int = 0
-    unsaid: int = 0
     _seq: int = 0
 
     @property
@@ -82,10 +80,4 @@ class ObservedTurn:
 
     def begin_at(self, seq: int) -> None:
         """Take it that the events of the session up to this number are known."""
-        self._seq = seq
-
-    def start_over(self, content: str, *, seq: int) -> None:
-        """Apply the daemon's state up to an event, when the missing events cannot be replayed."""
-        self.unsaid += not content.startswith(self.text)
-        self.text = content
         self._seq = seq

@@ -11,9 +11,11 @@ import contextlib
 import faulthandler
 import fcntl
 import gc
+import importlib.util
 import os
 import resource
 import signal
+import sys
 import time
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass, field
@@ -35,18 +37,21 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
+from inferencecenter.mcp.gateway import McpGateway
 from inferencecenter.models.library import ModelLibrary
 from inferencecenter.models.registry import configured_files, read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
 from inferencecenter.reload import ConfigReloader
-from inferencecenter.server.context import ServerContext, no_usage
+from inferencecenter.server.context import ServerContext, no_sessions, no_usage
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, bind_ollama, inherited_sockets
+from inferencecenter.server.load_history import HISTORY_FILE, LoadHistory, recording
 from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.context import parse_config_params
-from inferencecenter.sessions.journal import RETRY_LATER_MS
+from inferencecenter.sessions.journal import RETRY_LATER_MS, check_writable
 from inferencecenter.sessions.manager import SessionManager
+from inferencecenter.sessions.observability import TurnObservers
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.rows import utc_day
@@ -79,17 +84,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.auth.authentication import ExternalAuthProvider
+    from inferencecenter.config.sections import McpServerSettings
     from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.mcp.gateway import McpClient
     from inferencecenter.models.registry import ModelSpec, Registry
     from inferencecenter.protocol.params import Params
-    from inferencecenter.server.context import UsageReader
+    from inferencecenter.server.context import SessionReader, UsageReader
     from inferencecenter.sessions.observability import Totals
-    from inferencecenter.sessions.store.archive import UsageLine
+    from inferencecenter.sessions.store.archive import SessionLine, UsageLine
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
+    from inferencecenter.telemetry.metrics import McpMetrics
     from inferencecenter.telemetry.otlp import Traces
 
+_MCP_CLIENT: Final = "inferencecenter.mcp.connection"
+"""Its import takes 0.4 s and 23 MiB, which daemons without MCP servers do not need."""
 _SUSPECTS_FILE: Final = "suspects.json"
 _FREEZE_AFTER_S: Final = 0.1
 STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
@@ -143,25 +153,47 @@ def used_today(settings: Settings) -> dict[tuple[str, str], int]:
 
 
 def usage_reader(settings: Settings) -> UsageReader:
-    """Return a function that reads a client's usage since a day; without a session store none is kept."""
+    """Return a function that reads usage since a day; without a session store none is kept."""
     if not settings.sessions.store:
         return no_usage
 
-    def read(client_id: str, since: str) -> Sequence[UsageLine]:
-        try:
-            with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
-                return archive.usage(client_id, since=since)
-        except InferenceCenterError as error:
-            # Clients get neither the path nor SQLite's message.
-            _log.warning("usage_unreadable", error=error.message, hint=error.hint)
-            raise InferenceCenterError(
-                ErrorCode.STORAGE_UNAVAILABLE,
-                "usage cannot be read at the moment",
-                hint="Try again when the operator has fixed it.",
-                retry_after_ms=RETRY_LATER_MS,
-            ) from None
+    def read(client_id: str | None, since: str) -> Sequence[UsageLine]:
+        with _read_store(settings, "usage") as archive:
+            return archive.usage(client_id, since=since)
 
     return read
+
+
+def session_reader(settings: Settings) -> SessionReader:
+    """Return a function that reads the archived sessions of a client, or of all; without a store there are none."""
+    if not settings.sessions.store:
+        return no_sessions
+
+    def read(client_id: str | None, after: str | None, limit: int) -> Sequence[SessionLine]:
+        with _read_store(settings, "sessions") as archive:
+            return archive.sessions(client_id, archived=True, after=after, limit=limit)
+
+    return read
+
+
+@contextlib.contextmanager
+def _read_store(settings: Settings, what: str) -> Iterator[Archive]:
+    """Open the session store for reading; clients get neither its path nor SQLite's message.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable``.
+    """
+    try:
+        with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
+            yield archive
+    except InferenceCenterError as error:
+        _log.warning(f"{what}_unreadable", error=error.message, hint=error.hint)
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE,
+            f"{what} cannot be read at the moment",
+            hint="Try again when the operator has fixed it.",
+            retry_after_ms=RETRY_LATER_MS,
+        ) from None
 
 
 def external_auth(settings: Settings) -> ExternalAuthProvider | None:
@@ -176,6 +208,71 @@ def external_auth(settings: Settings) -> ExternalAuthProvider | None:
     from inferencecenter.auth.external import ExternalAuth  # noqa: PLC0415
 
     return ExternalAuth(settings.external_auth, defaults=settings.auth, clock=time.monotonic)
+
+
+def _check_mcp_client(settings: Settings) -> None:
+    """Refuse MCP servers if their client is not installed.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    if settings.mcp and importlib.util.find_spec("mcp") is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            "MCP servers need the package mcp",
+            field=f"mcp.{next(iter(settings.mcp))}",
+            hint="pip install 'inferencecenter[mcp]'",
+        )
+
+
+def mcp_gateway(settings: Settings, metrics: McpMetrics) -> McpGateway:
+    """Return the gateway to the declared MCP servers.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` if there are any and their client is not installed.
+    """
+    _check_mcp_client(settings)
+    if settings.mcp:
+        importlib.import_module(_MCP_CLIENT)  # before the first turn, which it would delay
+    return McpGateway(settings.mcp, connect=_connect_mcp, metrics=metrics)
+
+
+def _connect_mcp(server: McpServerSettings, tasks: TaskGroup, tools_changed: Callable[[], None]) -> McpClient:
+    from inferencecenter.mcp.connection import McpConnection  # noqa: PLC0415 - see _MCP_CLIENT
+
+    return McpConnection(server, tasks=tasks, tools_changed=tools_changed)
+
+
+class McpReloader:
+    """Applies other MCP servers; the client is imported in a thread if no server was declared before.
+
+    Args:
+        gateway: The servers.
+        tasks: Runs the import.
+    """
+
+    def __init__(self, gateway: McpGateway, tasks: TaskGroup) -> None:
+        self._gateway = gateway
+        self._tasks = tasks
+        self._latest: Settings | None = None
+
+    def apply(self, settings: Settings) -> None:
+        """Replace the servers, possibly after this returned.
+
+        Raises:
+            InferenceCenterError: ``invalid_config`` if the client is not installed.
+        """
+        _check_mcp_client(settings)
+        self._latest = settings
+        if not settings.mcp or _MCP_CLIENT in sys.modules:
+            self._gateway.replace_servers(settings.mcp)
+        else:
+            self._tasks.spawn(self._import_and_apply(settings), name="mcp")
+
+    async def _import_and_apply(self, settings: Settings) -> None:
+        await asyncio.to_thread(importlib.import_module, _MCP_CLIENT)
+        if settings is self._latest:  # not replaced by a later reload
+            self._gateway.replace_servers(settings.mcp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +348,7 @@ def serve(
         held.callback(accounts.close)
         accounts.audit(AuditEvent.DAEMON_STARTED, detail=__version__)
         held.callback(accounts.audit, AuditEvent.DAEMON_STOPPED)
-        store = SessionStore.open(settings.state_dir / DATABASE_NAME) if settings.sessions.store else None
+        store = _open_store(settings)
         record_open_files(settings.state_dir, (accounts.identity, store.identity if store is not None else None))
         prepared = _Prepared(
             accounts=accounts,
@@ -274,6 +371,12 @@ def serve(
     return 0
 
 
+def _open_store(settings: Settings) -> SessionStore | None:
+    if not settings.sessions.store:
+        return None
+    return SessionStore.open(settings.state_dir / DATABASE_NAME, search=settings.sessions.search)
+
+
 async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callable[[], None]) -> int:
     """Build the parts, serve, and shut them down; return the exit code.
 
@@ -283,7 +386,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     Raises:
         InferenceCenterError: The model cannot be loaded, or something cannot be created in the state directory.
     """
-    accounts, store, metrics = prepared.accounts, prepared.store, DaemonMetrics()
+    accounts, store, metrics, history = prepared.accounts, prepared.store, DaemonMetrics(), LoadHistory(clock=time.time)
 
     def live_sessions() -> tuple[str, ...]:
         return sessions.kv_owners()
@@ -302,7 +405,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         stateless_ttl_s=settings.server.stateless_ttl_s,
         journal=store,
         archive=store.reader if store is not None else None,
-        observer=metrics,
+        observer=TurnObservers(metrics, history),
         tracer=prepared.traces,
         admit=memory.admit,
         quota_of=quotas.of,
@@ -318,14 +421,20 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         ),
         sessions=sessions,
         accounts=accounts,
+        account_defaults=settings.auth,
         quotas=quotas,
         gpu=gpu,
         metrics=metrics,
         pressure=lambda: memory.pressure,
         stop=lambda: listener.stop(),  # noqa: PLW0108 - it is made further down
         read_usage=usage_reader(settings),
+        read_sessions=session_reader(settings),
+        purge=lambda kind, name: _purge(kind, name, sessions, store),
         external=external_auth(settings),
+        mcp=mcp_gateway(settings, metrics.mcp),
+        history=history,
     )
+    background = TaskGroup("background")
     guard = ThermalThrottler(
         settings.gpu, engines=models, limit=models.limit, notify=context.hub.broadcast, metrics=metrics
     )
@@ -338,6 +447,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         limits_changed=context.limits_changed,
         announced=reporter.reloading,
         apply_models=models.apply,
+        apply_mcp=McpReloader(context.mcp, background).apply,
     )
 
     def is_unrecoverable() -> bool:
@@ -348,11 +458,10 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         if is_unrecoverable():
             listener.stop()
 
-    drain = partial(reporter.drain_and_stop, lambda: context.drain(at_once=is_unrecoverable()))
     listener = Listener(
         create_app(context, *api_routes(context)),
         settings.server,
-        drain=drain,
+        drain=partial(reporter.drain_and_stop, lambda: context.drain(at_once=is_unrecoverable())),
         tls=prepared.tls,
         ollama=prepared.ollama,
         refused=metrics.connection_refused,
@@ -362,7 +471,6 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     )
     monitor = LoopMonitor(metrics.loop_lag_s, is_idle=lambda: listener.n_connections == 0)
 
-    purges = TaskGroup("purges")
     models.subscribe(stop_when_unrecoverable)
     async with aclosing(prepared.templates), AsyncExitStack() as running:
         if store is not None:
@@ -370,11 +478,11 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
             store.watch(context.storage_changed)
             _restore(settings, store, accounts=accounts, quotas=quotas, sessions=sessions)
             running.push_async_callback(sessions.archive.close)
-        running.push_async_callback(purges.join)
+        running.push_async_callback(background.join)
         control = ControlSocket(
             settings.state_dir,
             tokens_changed=context.tokens_changed,
-            purge=lambda kind, name: purges.spawn(_purge(kind, name, sessions, store), name=kind),
+            purge=lambda kind, name: background.spawn(_purge_requested(kind, name, sessions, store), name=kind),
             reload=reload.run,
         )
         control.open()
@@ -384,11 +492,13 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         running.callback(remove_ram_cache, settings.kv, settings.state_dir)
         reporter.begin()
         running.push_async_callback(reporter.close)
+        await running.enter_async_context(recording(history, settings.state_dir / HISTORY_FILE, context.sampler))
         guard.begin()
         running.push_async_callback(guard.close)
         if settings.memory.guard:
             models.subscribe_models(lambda _name, status: memory.engine_changed(status))
         running.push_async_callback(memory.close)
+        prepared.templates.start_spare()
         models.start(after_crash=store is not None and not store.was_clean)
         running.push_async_callback(models.stop)
         await running.enter_async_context(monitor)
@@ -405,26 +515,42 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
 
     A full collection traverses every object that is not frozen: modules, message models and sessions. In an idle daemon
     that takes 40 to 70 ms, during which no stream gets a token, and closed connections trigger it every few seconds.
-    The one before freezing, and the building of message models, is done while the engine loads, and not before the
-    engine has its options.
     """
-    freezing = asyncio.get_running_loop().call_later(_FREEZE_AFTER_S, _freeze)
+    tasks = TaskGroup("listen")
+    tasks.spawn(_freeze(), name="freeze")
     try:
         await listener.serve(sockets)
     finally:
-        freezing.cancel()
+        await tasks.cancel()
 
 
-def _freeze() -> None:
-    build_messages(Request, Event, Value)
-    gc.collect()
+async def _freeze() -> None:
+    """Build the message models and freeze all objects, not before the engine has its options.
+
+    A small model is loaded within a tenth of a second, so a turn may run meanwhile: models are built one by one, and
+    nothing is collected beforehand, which would take 50 ms for the 1,300 objects of garbage that imports leave.
+    """
+    await asyncio.sleep(_FREEZE_AFTER_S)
+    for _ in build_messages(Request, Event, Value):
+        await asyncio.sleep(0)
     gc.freeze()
     gc.enable()  # the command line disabled it for the imports
 
 
-async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: SessionStore | None) -> None:
-    """Close a session, or all of a client, and delete what is stored of them; other work goes on meanwhile."""
-    n_sessions = 0
+async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: SessionStore | None) -> bool:
+    """Close a session, or all of a client, and delete what is stored of them; other work goes on meanwhile.
+
+    The data of a client is deleted when this returns.
+
+    Returns:
+        Whether there was a live or an archived one.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable`` if the data of a client cannot be deleted.
+    """
+    if store is not None and kind == "client":
+        check_writable(store.of_client(name))
+    n_sessions, owner = 0, None
     while n_closed := sessions.purge(kind, name):
         n_sessions += n_closed
         await asyncio.sleep(0)
@@ -432,6 +558,16 @@ async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: Se
     if store is not None:
         owner = await sessions.archive.purged(kind, name)
         store.purge(kind, name, client_id=owner or "")
+        if kind == "client":
+            await sessions.archive.committed(name)
+    return n_sessions > 0 or owner is not None
+
+
+async def _purge_requested(kind: PurgeKind, name: str, sessions: SessionManager, store: SessionStore | None) -> None:
+    try:
+        await _purge(kind, name, sessions, store)
+    except InferenceCenterError as error:
+        _log.error("not_purged", kind=kind, name=name, error=error.message)
 
 
 def _restore(
@@ -439,7 +575,8 @@ def _restore(
 ) -> None:
     """Restore what earlier daemons stored."""
     quotas.restore_usage(used_today(settings))
-    sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
+    sessions.presets.restore(store.presets)
+    sessions.restore(store.load(), clean=store.was_clean, limits=accounts.session_limits())
 
 
 def _ends_with(models: ModelManager, settings: Settings) -> bool:

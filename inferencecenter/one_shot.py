@@ -108,6 +108,7 @@ async def complete(
     for each in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(each, turn.interrupt, each)
     supervisor.start()
+    templates.start_spare()
     try:
         await turn.engine_settled.wait()
         if turn.interrupted:

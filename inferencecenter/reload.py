@@ -36,8 +36,8 @@ _APPLIED: Final = frozenset(
     }
 )
 
-_APPLIED_TABLES: Final = ("limits.", "model.", "models", "engine.")
-"""Settings that affect the limits of tokens and the options of models."""
+_APPLIED_TABLES: Final = ("limits.", "mcp", "model.", "models", "engine.")
+"""Settings that affect the limits of tokens, MCP servers, and the options of models."""
 
 _AT_START: Final = frozenset(f"engine.{name}" for name in DAEMON_SETTINGS)
 
@@ -57,6 +57,7 @@ class ConfigReloader:
         limits_changed: Applies other limits, by default those of the settings.
         announced: Context manager that is entered before the reload and exited after it.
         apply_models: Applies other models asynchronously.
+        apply_mcp: Applies the declared MCP servers.
     """
 
     started_with: Settings
@@ -67,6 +68,7 @@ class ConfigReloader:
     limits_changed: Callable[[AccessLimits], None]
     announced: Callable[[], AbstractContextManager[None]]
     apply_models: Callable[[Registry], None]
+    apply_mcp: Callable[[Settings], None]
     _last: Settings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class ConfigReloader:
                 self.certificate.reload()
         with attempt.part("models"):
             self._reload_models(settings)
+        with attempt.part("mcp"):
+            self.apply_mcp(settings)
         changed = changed_settings(self.started_with, settings) - _APPLIED
         waiting = {name for name in changed if name in _AT_START or not name.startswith(_APPLIED_TABLES)}
         attempt.needs_restart = tuple(sorted(waiting))

@@ -42,7 +42,7 @@ def test_every_op_has_a_section() -> None:
     page = DOCUMENTS["docs/protocol.md"]
     for kind in (*get_args(AnyRequest), *get_args(AnyEvent)):
         op = get_args(kind.model_fields["op"].annotation)[0]
-        assert f"### `{op}`{' †' if kind.dagger else ''}\n" in page
+        assert f"### `{op}`{' †' if kind.first_protocol else ''}\n" in page
 
 
 def test_every_parameter_and_alias_is_listed() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.documentation import Block, all_pages, read_page
 from tests.e2e.harness import Daemon, run_daemon
-from tests.embedding_models import write_embedding_model
+from tests.embedding_models import write_embedding_model, write_reranking_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,9 +46,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(home: Path, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon after its first start, with a model for embeddings beside the demo model."""
+    """A daemon after its first start, with models for embeddings and for reranking beside the demo model."""
     (home / "models").mkdir()
     write_embedding_model(home / "models" / "my-embedder.gguf")
+    write_reranking_model(home / "models" / "my-reranker.gguf")
     with run_daemon(home / STATE_DIR, demo_model_path, INFERENCECENTER_MODELS_DIR=str(home / "models")) as running:
         yield running
 

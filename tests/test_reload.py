@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.auth.account import StaticClient
     from inferencecenter.auth.accounts import Accounts
     from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.config.sections import McpServerSettings
     from inferencecenter.models.registry import Registry
 
 BOOLEANS = sorted(name for name, field in setting_fields() if field.annotation is bool)
@@ -37,6 +38,7 @@ class ReloadHarness:
     events: list[str] = field(default_factory=list)
     registries: list[Registry] = field(default_factory=list)
     limits: list[AccessLimits] = field(default_factory=list)
+    mcp: list[dict[str, McpServerSettings]] = field(default_factory=list)
     reports: list[ReloadReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -50,6 +52,7 @@ class ReloadHarness:
             limits_changed=self.limits.append,
             announced=self.announced,
             apply_models=self.registries.append,
+            apply_mcp=lambda settings: self.mcp.append(settings.mcp),
         )
 
     def read(self) -> Settings:
@@ -110,6 +113,13 @@ def test_changed_settings_are_named(names: set[str]) -> None:
         section, _, key = name.partition(".")
         tables.setdefault(section, {})[key] = not getattr(getattr(before, section), key)
     assert changed_settings(before, Settings.model_validate(tables)) == names
+
+
+def test_mcp_servers_are_applied(harness: ReloadHarness, tmp_path: Path) -> None:
+    """None of it needs a restart."""
+    lines = harness.run(_settings(tmp_path, mcp={"weather": {"url": "https://x/"}}))
+    assert [list(servers) for servers in harness.mcp] == [["weather"]]
+    assert (_not_reloaded(lines), _waiting(lines)) == ({}, [])
 
 
 def test_models_are_applied(harness: ReloadHarness, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.daemon_process import OURS, start_daemon
 from benchmarks.options import Options, refused
-from benchmarks.peer_process import start_peer
+from benchmarks.peer_process import filled, start_peer
 from benchmarks.results import Metric, Point, Report, Side
 from benchmarks.scenario import OWN, Scenario
 from benchmarks.stage import compared, found, started
@@ -48,13 +48,13 @@ async def run(bench: Bench) -> Report:
     ours, _ = await _start_ours(bench, settings)
     sides = [Side(ours, None)]
     for peer in peers:
-        theirs, _ = await _start_peer(bench, peer)
+        theirs, _ = await _start_peer(bench, peer, ours)
         sides.append(compared(ours, theirs, bench.options))
     times: list[list[tuple[Metric, ...]]] = [[] for _ in sides]
     for _ in range(bench.repeat):
         times[0].append((await _start_ours(bench, settings))[1].metrics())
         for peer, of_peer in zip(peers, times[1:], strict=True):
-            of_peer.append((await _start_peer(bench, peer))[1].metrics())
+            of_peer.append((await _start_peer(bench, peer, ours))[1].metrics())
     point = Point((), tuple(tuple(of_side) for of_side in times))
     return Report(SCENARIO.name, tuple(sides), (point,))
 
@@ -65,10 +65,11 @@ async def _start_ours(bench: Bench, settings: DaemonSettings) -> tuple[TargetFac
             return (await started(daemon)).side.facts, Start(daemon.readiness.ready_s)
 
 
-async def _start_peer(bench: Bench, peer: Peer) -> tuple[TargetFacts, Start]:
+async def _start_peer(bench: Bench, peer: Peer, ours: TargetFacts) -> tuple[TargetFacts, Start]:
     assert peer.command is not None, "checked before the first start"
+    command = filled(peer.command, slots=ours.slots or 1, n_ctx=ours.n_ctx or 0)
     with bench.run(f"{peer.name} starts"):
-        async with start_peer(peer.command, url=peer.url) as ready_s:
+        async with start_peer(command, url=peer.url) as ready_s:
             return (await found(peer.name, peer.url, token=peer.token)).side.facts, Start(ready_s)
 
 

@@ -61,7 +61,7 @@ class Tally:
                 self.error(kind, finish)
         found = difference(transcript, turn.text)
         self.not_ended_once += len(turn.finishes) != 1
-        self.unlike_transcript += found.first is not None or turn.unsaid > 0
+        self.unlike_transcript += found.first is not None
         self.lost_chars += found.lost_chars
         self.extra_chars += found.extra_chars
         self.misnumbered += turn.misnumbered

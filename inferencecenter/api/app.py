@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from inferencecenter.api import endpoint, ollama, openapi, plain, responses
 from inferencecenter.api.anthropic import messages
 from inferencecenter.api.ollama.errors import OLLAMA_ERRORS
-from inferencecenter.api.openai import chat, completions, embeddings, infill, llama_server, models
+from inferencecenter.api.openai import chat, completions, embeddings, fim, infill, llama_server, models
 from inferencecenter.api.websocket.connection import UnknownSocketPath, WebSocketEndpoint
 from inferencecenter.server.status_pages import StatusPages
 from inferencecenter.server.web import WebPage, read_web_files
@@ -25,6 +25,7 @@ OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (
     *chat.OPERATIONS,
     *completions.OPERATIONS,
     *infill.OPERATIONS,
+    *fim.OPERATIONS,
     *embeddings.OPERATIONS,
     *responses.OPERATIONS,
     *llama_server.OPERATIONS,

@@ -45,7 +45,8 @@ _log = structlog.get_logger(__name__)
 class EmbeddingCall:
     """A request: vectors of ``inputs`` or, with a ``query``, their scores as documents.
 
-    ``truncate`` cuts texts that are too long, which are refused otherwise.
+    ``truncate`` cuts texts that are too long, which are refused otherwise. ``dimensions`` other than the model's are
+    refused unless it allows them; ``cut_vectors`` cuts any model's vectors, and ignores more numbers than they have.
     """
 
     model: str | None
@@ -53,6 +54,7 @@ class EmbeddingCall:
     query: str | None = None
     dimensions: int | None = None
     truncate: bool = False
+    cut_vectors: bool = False
     priority: Priority | None = None
 
     @property
@@ -83,9 +85,9 @@ class EmbeddingResult:
         """Return the vectors as base64."""
         return [b64encode(row).decode() for row in self._rows()]
 
-    def scores(self) -> list[float]:
-        """Return the only number of each vector."""
-        return array("f", self.vectors).tolist()
+    def ranking(self, top_n: int | None) -> list[tuple[int, float]]:
+        """Return the ``top_n`` best documents, or all, as index and score, which is their vector's only number."""
+        return sorted(enumerate(array("f", self.vectors).tolist()), key=lambda each: -each[1])[:top_n]
 
 
 Outcome: TypeAlias = EmbeddingResult | InferenceCenterError | None
@@ -165,15 +167,18 @@ class EmbeddingJob:
 
     def submission(self, then: Callable[[], None]) -> Embed:
         """Return the remaining inputs; see ``EngineTurn``."""
-        call = self._call
+        call, dimensions = self._call, self._call.dimensions or 0
+        loaded = self._context.models.engine(self.model).status.model
+        if call.cut_vectors and loaded is not None:
+            dimensions = min(dimensions, loaded.n_embd)
         return Embed(
             turn_id=self.turn_id,
             client_id=self.client_id,
             priority=self._priority,
             inputs=call.inputs[self._n_done :],
             query=call.query,
-            dimensions=call.dimensions or 0,
-            matryoshka=self._matryoshka,
+            dimensions=dimensions,
+            matryoshka=self._matryoshka or call.cut_vectors,
             truncate=call.truncate,
             done=self._n_done,
         )

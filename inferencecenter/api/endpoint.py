@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import orjson
 import structlog
@@ -33,11 +33,15 @@ from inferencecenter.server.http import SCOPE_KEY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from starlette.datastructures import URLPath
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as AsgiScope
 
+    from inferencecenter.api.request_turns import RequestTurns
+    from inferencecenter.auth.audit import AuditEvent
+    from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServedModels, ServerContext
     from inferencecenter.server.http import HttpConnection
 
@@ -69,6 +73,47 @@ class Stream:
 
 
 Reply: TypeAlias = Document | Stream
+
+
+class AnswerCollector(Protocol):
+    """Collects the events of a request's turns, given by the index of the turn, into one document."""
+
+    def take(self, index: int, event: Event, /) -> None:
+        """Add an event."""
+
+    def document(self) -> Mapping[str, Any]:
+        """Return the document; all turns have ended."""
+
+
+def stream_turns(
+    turns: AbstractContextManager[RequestTurns],
+    write: Callable[[int, Event], bytes],
+    *,
+    last: Callable[[], bytes] | None = None,
+    keepalive: bytes = sse.KEEPALIVE,
+    media_type: str = sse.CONTENT_TYPE,
+) -> Stream:
+    """Return a stream of a request's turns, which start with it: their events encoded by ``write``, then ``last``."""
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        with turns as running:
+            async for written in running.write_events(write, keepalive=keepalive):
+                yield written
+            if last is not None:
+                yield last()
+
+    return Stream(chunks(), media_type)
+
+
+async def collect_turns(turns: AbstractContextManager[RequestTurns], collector: AnswerCollector) -> Document:
+    """Run the turns of a request and return their answers as one document.
+
+    Raises:
+        InferenceCenterError: One of them failed.
+    """
+    with turns as running:
+        await running.take_events(collector.take)
+    return document(collector.document())
 
 
 def document(value: Any, *, status: int = 200) -> Document:
@@ -176,6 +221,10 @@ class Call:
     def warnings(self) -> list[str]:
         """Warnings about the request so far; until the response begins, they are its ``X-Warning`` header too."""
         return [] if self.report is None else self.report.warnings
+
+    def audit(self, event: AuditEvent, detail: str) -> None:
+        """Record an action of the caller in the audit log."""
+        self.context.audit(self.caller.client, self.caller.address, event, detail)
 
     def hold_result(self, size: int) -> None:
         """Count a large result, before it is computed, until the client has read it; see ``BodyMemory``."""

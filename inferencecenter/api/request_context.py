@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.scopes import Scope
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.http import HttpConnection
+    from inferencecenter.sessions.context import AccountLimits
 
 _Result = TypeVar("_Result")
 
@@ -83,9 +84,9 @@ class RequestContext:
     def address(self) -> str:
         return self.caller.address
 
-    def set_max_sessions(self, max_sessions: int) -> None:
-        """Set the maximum number of sessions of its client."""
-        self.caller = replace(self.caller, account=replace(self.client, max_sessions=max_sessions))
+    def set_account_limits(self, limits: AccountLimits) -> None:
+        """Set the limits of the sessions of its client."""
+        self.caller = replace(self.caller, account=replace(self.client, **limits._asdict()))
 
     def drain(self, deadline_s: float) -> None:
         """No effect: responses end on their own."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_AT_ONCE: Final = 1000
 _NULL_SINK: Final = NullSink()
+_NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +145,29 @@ def append_history(
     return SessionMatch(session_id, messages[n_told:])
 
 
+def with_request_fields(error: InferenceCenterError, names: Mapping[str, str]) -> InferenceCenterError:
+    """Return an error of ``infer`` with its fields renamed to those of the request."""
+    field = names.get(error.field or "")
+    if field is None:
+        return error
+    return InferenceCenterError(
+        error.code,
+        error.message.replace(error.field or "", field),
+        hint=error.hint,
+        field=field,
+        retry_after_ms=error.retry_after_ms,
+    )
+
+
 @contextmanager
-def run_choices(
+def run_choices(  # noqa: PLR0913 - all by name
     context: ServerContext,
     request_context: RequestContext,
     conversations: Sequence[ConversationRequest],
     *,
     n: int,
     infer: Callable[[SessionMatch, int], Infer],
+    names: Mapping[str, str] = _NO_NAMES,
 ) -> Iterator[RequestTurns]:
     """Answer each conversation ``n`` times; turn ``i * n + j`` is choice ``j`` of conversation ``i``.
 
@@ -164,6 +180,7 @@ def run_choices(
         conversations: Conversations to answer.
         n: Number of choices.
         infer: Returns the turn of a choice, given the session match and the index of the choice.
+        names: Fields of ``infer`` by their names in the request, by which errors call them.
 
     Raises:
         InferenceCenterError: See ``resolve_session`` and ``RequestTurns.begin``.
@@ -181,6 +198,8 @@ def run_choices(
                 for choice, place in enumerate(places):
                     turns.begin(infer(place, choice))
             yield turns
+    except InferenceCenterError as error:
+        raise with_request_fields(error, names) from None
     finally:
         for session_id in spare:
             with suppress(InferenceCenterError):  # it was purged meanwhile

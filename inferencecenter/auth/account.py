@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.context import Principal
 
+if TYPE_CHECKING:
+    from inferencecenter.protocol.values import Priority
+
 MAX_SESSIONS: Final = 100_000
 MAX_RETENTION_DAYS: Final = 36_500
+MAX_ARCHIVE_MIB: Final = 2**20
 CLIENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 
 
@@ -63,9 +67,10 @@ class ClientInfo:
 
     client_id: str
     max_sessions: int
-    priority: str
+    priority: Priority
     scopes: tuple[str, ...]
     retention_days: float | None
+    archive_mib: int | None
     created_at: float
     tokens: int
     limits: AccessLimits
@@ -112,4 +117,19 @@ def check_retention(days: float | None) -> None:
             f"retention_days is {days:g}, but must be above 0 and at most {MAX_RETENTION_DAYS}",
             field="retention_days",
             hint="If not set, sessions.retention_days applies.",
+        )
+
+
+def check_archive(mib: int | None) -> None:
+    """Validate the Mi characters that an account may store; ``None`` uses the daemon's setting.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if mib is not None and not 1 <= mib <= MAX_ARCHIVE_MIB:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"archive_mib is {mib}, but must be from 1 to {MAX_ARCHIVE_MIB}",
+            field="archive_mib",
+            hint="If not set, sessions.archive_mib applies.",
         )

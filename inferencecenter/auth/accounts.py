@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import threading
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -15,13 +16,21 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.auth import accounts_db, tokens
-from inferencecenter.auth.account import Account, NewToken, check_client_id, check_max_sessions, check_retention
+from inferencecenter.auth.account import (
+    Account,
+    NewToken,
+    check_archive,
+    check_client_id,
+    check_max_sessions,
+    check_retention,
+)
 from inferencecenter.auth.accounts_db import AccountsFile
 from inferencecenter.auth.audit import AuditBuffer, AuditEvent, AuditLog, audit_entry
 from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.sqlite_file import FileMovedError
 from inferencecenter.protocol.scopes import Scope, parse_scopes
+from inferencecenter.sessions.context import AccountLimits
 
 if TYPE_CHECKING:
     import sqlite3
@@ -29,12 +38,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.auth.account import ClientInfo, StaticClient, TokenInfo
-    from inferencecenter.auth.audit import AuditEntry, AuditLine
+    from inferencecenter.auth.audit import AuditActor, AuditEntry, AuditLine
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.core.sqlite_file import FileIdentity
     from inferencecenter.protocol.values import Priority
 
 DATABASE_NAME: Final = "accounts.sqlite3"
+MAX_CLIENTS: Final = 10_000
+MAX_TOKENS: Final = 10_000
+"""Maximum number of tokens of a client, including revoked ones."""
+_NO_LIMIT: Final = -1
 _NO_HASH: Final = bytes(hashlib.sha256().digest_size)
 
 _log = structlog.get_logger(__name__)
@@ -56,6 +69,7 @@ class Accounts:
         self._static = static
         self._audit_log = AuditLog(days=audit_days)
         self._audit_buffer = AuditBuffer()
+        self._flushing = threading.Lock()
 
     @classmethod
     def open(
@@ -114,7 +128,7 @@ class Accounts:
         scopes: Iterable[str] = (Scope.USER,),
         retention_days: float | None = None,
     ) -> None:
-        """Create the client, or update the existing one, whose ``Limits`` stay.
+        """Create the client, or update the existing one, whose limits stay.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for an invalid value, or ``storage_unavailable``.
@@ -123,7 +137,7 @@ class Accounts:
         check_max_sessions(max_sessions)
         check_retention(retention_days)
         with self._file.transaction() as database:
-            exists = database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone()
+            exists = _exists(database, client_id)
             if not exists:
                 check_client_id(client_id)
             database.execute(
@@ -136,6 +150,96 @@ class Accounts:
             event = AuditEvent.CLIENT_CHANGED if exists else AuditEvent.CLIENT_CREATED
             self._record(database, audit_entry(event, client_id=client_id, detail=f"scopes {scope_names}"))
 
+    def create_client(  # noqa: PLR0913 - keyword-only
+        self,
+        client_id: str,
+        *,
+        max_sessions: int,
+        priority: Priority,
+        scopes: Iterable[str] = (Scope.USER,),
+        retention_days: float | None = None,
+        archive_mib: int | None = None,
+        limits: AccessLimits = NO_LIMITS,
+        by: AuditActor | None = None,
+    ) -> None:
+        """Create a client.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for an invalid value or an id that is taken, ``quota_exceeded``
+                with too many clients, or ``storage_unavailable``.
+        """
+        scope_names = " ".join(sorted(parse_scopes(scopes)))
+        check_client_id(client_id)
+        check_max_sessions(max_sessions)
+        check_retention(retention_days)
+        check_archive(archive_mib)
+        with self._file.transaction() as database:
+            if client_id in self._static or _exists(database, client_id):
+                raise InferenceCenterError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"client_id is {client_id!r}, which exists already",
+                    field="client_id",
+                    hint="Choose another, or create a token for the existing one.",
+                )
+            _check_room(database, None)
+            database.execute(
+                "INSERT INTO clients"
+                " (client_id, max_sessions, priority, scopes, retention_days, archive_mib, created_at, limits)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(client_id, max_sessions, priority, scope_names, retention_days, archive_mib),
+                    *(self._clock(), accounts_db.limits_to_json(limits)),
+                ),
+            )
+            detail = f"scopes {scope_names}"
+            self._record(database, _entry(AuditEvent.CLIENT_CREATED, by, client_id=client_id, detail=detail))
+
+    def change_client(  # noqa: PLR0913 - keyword-only
+        self,
+        client_id: str,
+        *,
+        limits: AccessLimits | None = None,
+        max_sessions: int | None = None,
+        priority: Priority | None = None,
+        scopes: Iterable[str] | None = None,
+        storage: Mapping[str, float | None] = MappingProxyType({}),
+        by: AuditActor | None = None,
+    ) -> bool:
+        """Change what is given of a client; ``False`` if there is no such client.
+
+        ``storage`` may have ``retention_days`` and ``archive_mib``, for which ``None`` selects the daemon's setting.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for an invalid value, or ``storage_unavailable``.
+        """
+        scope_names = None if scopes is None else " ".join(sorted(parse_scopes(scopes)))
+        if max_sessions is not None:
+            check_max_sessions(max_sessions)
+        retention_days, archive_mib = storage.get("retention_days"), storage.get("archive_mib")
+        check_retention(retention_days)
+        check_archive(None if archive_mib is None else int(archive_mib))
+        with self._file.transaction() as database:
+            changed = database.execute(
+                "UPDATE clients SET limits = coalesce(?, limits), max_sessions = coalesce(?, max_sessions),"
+                " priority = coalesce(?, priority), scopes = coalesce(?, scopes),"
+                " retention_days = CASE WHEN ? THEN ? ELSE retention_days END,"
+                " archive_mib = CASE WHEN ? THEN ? ELSE archive_mib END WHERE client_id = ?",
+                (
+                    None if limits is None else accounts_db.limits_to_json(limits),
+                    *(max_sessions, priority, scope_names),
+                    *("retention_days" in storage, retention_days, "archive_mib" in storage, archive_mib, client_id),
+                ),
+            ).rowcount
+            if changed:
+                given = {"max_sessions": max_sessions, "priority": priority}
+                words = [f"{name}={value}" for name, value in given.items() if value is not None]
+                words += [f"{name}={'default' if value is None else f'{value:g}'}" for name, value in storage.items()]
+                words += [] if scope_names is None else [f"scopes {scope_names}"]
+                words += [] if limits is None else [f"limits {accounts_db.format_limits(limits)}"]
+                entry = _entry(AuditEvent.CLIENT_CHANGED, by, client_id=client_id, detail=" ".join(words))
+                self._record(database, entry)
+        return bool(changed)
+
     def has_client(self, client_id: str) -> bool:
         with self._rows("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)) as rows:
             return rows.fetchone() is not None
@@ -144,36 +248,62 @@ class Accounts:
         """Return whether this is a client of the database or of ``clients.toml``."""
         return client_id in self._static or self.has_client(client_id)
 
-    def max_sessions(self) -> dict[str, int]:
-        """Return the maximum number of sessions of each client of the database, by client id."""
-        with self._rows("SELECT client_id, max_sessions FROM clients") as rows:
-            return dict(rows.fetchall())
-
-    def retentions(self) -> dict[str, float]:
-        """Return the ``retention_days`` of every client with its own, by client id."""
-        with self._rows("SELECT client_id, retention_days FROM clients WHERE retention_days IS NOT NULL") as rows:
-            own = dict(rows.fetchall())
+    def session_limits(self) -> dict[str, AccountLimits]:
+        """Return the limits of the sessions of all clients, by client id."""
+        with self._rows("SELECT client_id, max_sessions, retention_days, archive_mib FROM clients") as rows:
+            own = {client_id: AccountLimits(*limits) for client_id, *limits in rows}
         accounts = (client.account for client in self._static.values())
-        return own | {each.client_id: each.retention_days for each in accounts if each.retention_days is not None}
+        return own | {
+            each.client_id: AccountLimits(each.max_sessions, each.retention_days, each.archive_mib) for each in accounts
+        }
 
     def replace_static(self, static: Mapping[str, StaticClient]) -> frozenset[str]:
         """Replace the clients of ``clients.toml``; return the ids of those removed or changed."""
         before, self._static = self._static, static
         return frozenset(client_id for client_id, client in before.items() if static.get(client_id) != client)
 
-    def remove_client(self, client_id: str) -> None:
+    def remove_client(self, client_id: str, *, detail: str = "", by: AuditActor | None = None) -> bool:
+        """Remove a client and its tokens; ``False`` if there is no such client."""
         with self._file.transaction() as database:
-            if database.execute("DELETE FROM clients WHERE client_id = ?", (client_id,)).rowcount:
-                self._record(database, audit_entry(AuditEvent.CLIENT_REMOVED, client_id=client_id))
+            removed = database.execute("DELETE FROM clients WHERE client_id = ?", (client_id,)).rowcount
+            if removed:
+                self._record(database, _entry(AuditEvent.CLIENT_REMOVED, by, client_id=client_id, detail=detail))
+        return bool(removed)
 
-    def clients(self) -> list[ClientInfo]:
-        """Return the clients of the database, oldest first."""
+    def revoke_all(self, client_id: str, *, by: AuditActor | None = None) -> int | None:
+        """Revoke all tokens of a client; return their number, ``None`` if there is no such client."""
+        with self._file.transaction() as database:
+            if not _exists(database, client_id):
+                return None
+            revoked = database.execute(
+                "UPDATE tokens SET revoked_at = ? WHERE client_id = ? AND revoked_at IS NULL",
+                (self._clock(), client_id),
+            ).rowcount
+            if revoked:
+                detail = f"all tokens ({revoked})"
+                self._record(database, _entry(AuditEvent.TOKEN_REVOKED, by, client_id=client_id, detail=detail))
+        return revoked
+
+    def clients(
+        self, client_id: str | None = None, *, after: str | None = None, limit: int | None = None
+    ) -> list[ClientInfo]:
+        """Return the clients of the database, or the one named, oldest first.
+
+        ``after`` is the id of the client before the first one.
+        """
         with self._rows(
-            "SELECT client_id, max_sessions, priority, scopes, retention_days, created_at, limits,"
+            "SELECT client_id, max_sessions, priority, scopes, retention_days, archive_mib, created_at, limits,"
             " (SELECT count(*) FROM tokens t WHERE t.client_id = c.client_id AND t.revoked_at IS NULL)"
-            " FROM clients c ORDER BY created_at, client_id"
+            " FROM clients c WHERE (?1 IS NULL OR client_id = ?1) AND (?2 IS NULL OR (created_at, client_id) >"
+            " (SELECT created_at, client_id FROM clients WHERE client_id = ?2))"
+            " ORDER BY created_at, client_id LIMIT ?3",
+            (client_id, after, _NO_LIMIT if limit is None else limit),
         ) as rows:
             return [accounts_db.client_from_row(row) for row in rows]
+
+    def static_accounts(self) -> list[Account]:
+        """Return the clients of ``clients.toml``."""
+        return [client.account for client in self._static.values()]
 
     def limits(self) -> dict[tuple[str, str], AccessLimits]:
         """Return the limits of all tokens, by client and token id; an API key has the empty token id."""
@@ -181,7 +311,7 @@ class Accounts:
             found = accounts_db.read_limits(database)
         return found | {(client_id, ""): client.account.limits for client_id, client in self._static.items()}
 
-    def limit_token(self, token_id: str, limits: AccessLimits) -> bool:
+    def limit_token(self, token_id: str, limits: AccessLimits, *, by: AuditActor | None = None) -> bool:
         """Set a token's own limits; ``False`` if there is no such token."""
         with self._file.transaction() as database:
             changed = database.execute(
@@ -190,36 +320,24 @@ class Accounts:
             ).fetchall()
             for (client_id,) in changed:
                 detail = f"limits {accounts_db.format_limits(limits)}"
-                line = audit_entry(AuditEvent.TOKEN_CHANGED, client_id=client_id, token_id=token_id, detail=detail)
-                self._record(database, line)
-        return bool(changed)
-
-    def limit_client(self, client_id: str, limits: AccessLimits, *, max_sessions: int | None = None) -> bool:
-        """Set a client's limits, and its maximum number of sessions if given; ``False`` if there is no such client.
-
-        Raises:
-            InferenceCenterError: ``invalid_request`` for an invalid number of sessions, or ``storage_unavailable``.
-        """
-        if max_sessions is not None:
-            check_max_sessions(max_sessions)
-        with self._file.transaction() as database:
-            changed = database.execute(
-                "UPDATE clients SET limits = ?, max_sessions = coalesce(?, max_sessions) WHERE client_id = ?",
-                (accounts_db.limits_to_json(limits), max_sessions, client_id),
-            ).rowcount
-            if changed:
-                sessions = "" if max_sessions is None else f"max_sessions={max_sessions} "
-                detail = f"{sessions}limits {accounts_db.format_limits(limits)}"
-                self._record(database, audit_entry(AuditEvent.CLIENT_CHANGED, client_id=client_id, detail=detail))
+                entry = _entry(AuditEvent.TOKEN_CHANGED, by, client_id=client_id, token_id=token_id, detail=detail)
+                self._record(database, entry)
         return bool(changed)
 
     def create_token(
-        self, client_id: str, *, name: str = "", expires_at: float | None = None, limits: AccessLimits = NO_LIMITS
+        self,
+        client_id: str,
+        *,
+        name: str = "",
+        expires_at: float | None = None,
+        limits: AccessLimits = NO_LIMITS,
+        by: AuditActor | None = None,
     ) -> NewToken:
         """Create a token for a client.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` if the database has no such client.
+            InferenceCenterError: ``invalid_request`` if the database has no such client; ``quota_exceeded`` if it has
+                too many tokens.
         """
         if not self.has_client(client_id):
             raise InferenceCenterError(
@@ -228,41 +346,90 @@ class Accounts:
                 field="client_id",
                 hint="Create the client first.",
             )
-        token_id, secret = tokens.generate_token()
         with self._file.transaction() as database:
-            database.execute(
-                "INSERT INTO tokens (token_id, client_id, name, secret_sha256, created_at, expires_at, limits)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(token_id, client_id, name, tokens.hash_secret(secret)),
-                    *(self._clock(), expires_at, accounts_db.limits_to_json(limits)),
-                ),
+            return self._insert_token(
+                database, client_id, name, expires_at, accounts_db.limits_to_json(limits), detail=name, by=by
             )
-            self._record(
-                database, audit_entry(AuditEvent.TOKEN_CREATED, client_id=client_id, token_id=token_id, detail=name)
-            )
+
+    def rotate_token(self, token_id: str, *, by: AuditActor | None = None) -> NewToken | None:
+        """Replace a token by a new one with its name, end and limits, and revoke it.
+
+        Returns:
+            The new token; ``None`` if the old one does not exist, has expired or was revoked.
+
+        Raises:
+            InferenceCenterError: ``quota_exceeded`` if its client has too many tokens.
+        """
+        with self._file.transaction() as database:
+            found = database.execute(
+                "SELECT client_id, name, expires_at, limits FROM tokens WHERE token_id = ?1 AND revoked_at IS NULL"
+                " AND (expires_at IS NULL OR expires_at > ?2)",
+                (token_id, self._clock()),
+            ).fetchone()
+            if found is None:
+                return None
+            new = self._insert_token(database, *found, detail=f"in place of {token_id}", by=by)
+            self._revoke(database, token_id, by=by)
+        return new
+
+    def _insert_token(  # noqa: PLR0913 - the columns of a row
+        self,
+        database: sqlite3.Connection,
+        client_id: str,
+        name: str,
+        expires_at: float | None,
+        limits_json: str,
+        *,
+        detail: str,
+        by: AuditActor | None,
+    ) -> NewToken:
+        token_id, secret = tokens.generate_token()
+        _check_room(database, client_id)
+        database.execute(
+            "INSERT INTO tokens (token_id, client_id, name, secret_sha256, created_at, expires_at, limits)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (token_id, client_id, name, tokens.hash_secret(secret), self._clock(), expires_at, limits_json),
+        )
+        entry = _entry(AuditEvent.TOKEN_CREATED, by, client_id=client_id, token_id=token_id, detail=detail)
+        self._record(database, entry)
         return NewToken(token_id=token_id, token=tokens.format_token(token_id, secret))
 
-    def list_tokens(self, client_id: str | None = None) -> list[TokenInfo]:
-        """Return the tokens of one client, or of all, oldest first, including revoked ones."""
+    def list_tokens(
+        self,
+        client_id: str | None = None,
+        *,
+        token_id: str | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> list[TokenInfo]:
+        """Return the tokens of one client, or of all, or the one named, oldest first, including revoked ones.
+
+        ``after`` is the id of the token before the first one.
+        """
         self.flush_audit()
         with self._rows(
             "SELECT token_id, client_id, name, created_at, expires_at, last_used_at, revoked_at IS NOT NULL, limits"
-            " FROM tokens WHERE ?1 IS NULL OR client_id = ?1 ORDER BY created_at, token_id",
-            (client_id,),
+            " FROM tokens WHERE (?1 IS NULL OR client_id = ?1) AND (?2 IS NULL OR token_id = ?2)"
+            " AND (?3 IS NULL OR (created_at, token_id) >"
+            " (SELECT created_at, token_id FROM tokens WHERE token_id = ?3))"
+            " ORDER BY created_at, token_id LIMIT ?4",
+            (client_id, token_id, after, _NO_LIMIT if limit is None else limit),
         ) as rows:
             return [accounts_db.token_from_row(row) for row in rows]
 
-    def revoke(self, token_id: str) -> bool:
+    def revoke(self, token_id: str, *, by: AuditActor | None = None) -> bool:
         """Revoke a token; ``False`` if it does not exist or was already revoked."""
         with self._file.transaction() as database:
-            revoked = database.execute(
-                "UPDATE tokens SET revoked_at = ? WHERE token_id = ? AND revoked_at IS NULL RETURNING client_id, name",
-                (self._clock(), token_id),
-            ).fetchall()
-            for client_id, name in revoked:
-                line = audit_entry(AuditEvent.TOKEN_REVOKED, client_id=client_id, token_id=token_id, detail=name)
-                self._record(database, line)
+            return self._revoke(database, token_id, by=by)
+
+    def _revoke(self, database: sqlite3.Connection, token_id: str, *, by: AuditActor | None) -> bool:
+        revoked = database.execute(
+            "UPDATE tokens SET revoked_at = ? WHERE token_id = ? AND revoked_at IS NULL RETURNING client_id, name",
+            (self._clock(), token_id),
+        ).fetchall()
+        for client_id, name in revoked:
+            entry = _entry(AuditEvent.TOKEN_REVOKED, by, client_id=client_id, token_id=token_id, detail=name)
+            self._record(database, entry)
         return bool(revoked)
 
     def verify_token(self, token: str) -> Account | None:
@@ -270,7 +437,7 @@ class Accounts:
         token_id, secret = tokens.parse_token(token)
         with self._rows(
             "SELECT t.secret_sha256, t.expires_at, t.revoked_at, c.client_id, c.max_sessions, c.priority, c.scopes,"
-            " c.retention_days, c.limits, t.limits"
+            " c.retention_days, c.archive_mib, c.limits, t.limits"
             " FROM tokens t JOIN clients c USING (client_id) WHERE t.token_id = ?",
             (token_id,),
         ) as rows:
@@ -288,7 +455,8 @@ class Accounts:
             token_id=token_id,
             expires_at=row[1],
             retention_days=row[7],
-            limits=accounts_db.limits_from_json(row[9]).over(accounts_db.limits_from_json(row[8])),
+            archive_mib=row[8],
+            limits=accounts_db.limits_from_json(row[10]).over(accounts_db.limits_from_json(row[9])),
         )
 
     def verify_key(self, client_id: str, api_key: str) -> Account | None:
@@ -308,7 +476,8 @@ class Accounts:
         if (client := self._static.get(client_id)) is not None:
             return client.account
         with self._rows(
-            "SELECT client_id, max_sessions, priority, scopes, retention_days, limits FROM clients WHERE client_id = ?",
+            "SELECT client_id, max_sessions, priority, scopes, retention_days, archive_mib, limits FROM clients"
+            " WHERE client_id = ?",
             (client_id,),
         ) as rows:
             row = rows.fetchone()
@@ -320,7 +489,8 @@ class Accounts:
             priority=row[2],
             scopes=frozenset(map(Scope, row[3].split())),
             retention_days=row[4],
-            limits=accounts_db.limits_from_json(row[5]),
+            archive_mib=row[5],
+            limits=accounts_db.limits_from_json(row[6]),
         )
 
     def valid_tokens(self) -> frozenset[str]:
@@ -341,19 +511,21 @@ class Accounts:
         Raises:
             InferenceCenterError: ``storage_unavailable``; the entries stay buffered.
         """
-        taken = self._audit_buffer.drain()
-        if not taken:
-            return
-        try:
-            with self._file.transaction(durable=False) as database:
-                database.executemany(
-                    "UPDATE tokens SET last_used_at = ? WHERE token_id = ?",
-                    [(at, token_id) for token_id, at in taken.last_uses.items()],
-                )
-                self._audit_log.write_tallies(database, taken.tallies, at=self._clock())
-        except BaseException:
-            self._audit_buffer.requeue(taken)
-            raise
+        # A reader flushes first; what another thread has drained must be committed before it reads.
+        with self._flushing:
+            taken = self._audit_buffer.drain()
+            if not taken:
+                return
+            try:
+                with self._file.transaction(durable=False) as database:
+                    database.executemany(
+                        "UPDATE tokens SET last_used_at = ? WHERE token_id = ?",
+                        [(at, token_id) for token_id, at in taken.last_uses.items()],
+                    )
+                    self._audit_log.write_tallies(database, taken.tallies, at=self._clock())
+            except BaseException:
+                self._audit_buffer.requeue(taken)
+                raise
 
     def audit(
         self, event: AuditEvent, *, client_id: str | None = None, token_id: str | None = None, detail: str = ""
@@ -369,12 +541,17 @@ class Accounts:
             _log.warning("audit_unwritten", audit_event=event.value, error=error.message, hint=error.hint)
 
     def audit_lines(
-        self, *, last: int, client_id: str | None = None, event: AuditEvent | None = None
+        self, *, last: int, client_id: str | None = None, event: AuditEvent | None = None, before: int | None = None
     ) -> list[AuditLine]:
-        """Return the last lines of the audit log, optionally of one client or event, oldest first."""
+        """Return the last lines of the audit log, optionally of one client or event, oldest first.
+
+        With ``before`` they are the last ones before the line with that id.
+        """
         self.flush_audit()
         with self._file.reading() as database:
-            return self._audit_log.read(database, last=last, at=self._clock(), client_id=client_id, event=event)
+            return self._audit_log.read(
+                database, last=last, at=self._clock(), client_id=client_id, event=event, before=before
+            )
 
     def _record(self, database: sqlite3.Connection, line: AuditEntry) -> None:
         self._audit_log.write(database, line, at=self._clock())
@@ -386,3 +563,34 @@ class Accounts:
     def _rows(self, query: str, values: tuple[object, ...] = ()) -> Iterator[sqlite3.Cursor]:
         with self._file.reading() as database:
             yield database.execute(query, values)
+
+
+def _exists(database: sqlite3.Connection, client_id: str) -> bool:
+    return database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone() is not None
+
+
+def _check_room(database: sqlite3.Connection, client_id: str | None) -> None:
+    """Refuse a client beyond the maximum number, or a token beyond that of its client."""
+    if client_id is None:
+        what, most, query = "clients", MAX_CLIENTS, "SELECT count(*) FROM clients WHERE ? IS NULL"
+    else:
+        what, most, query = "tokens of this client", MAX_TOKENS, "SELECT count(*) FROM tokens WHERE client_id = ?"
+    (n_rows,) = database.execute(query, (client_id,)).fetchone()
+    if n_rows >= most:
+        raise InferenceCenterError(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"there are {n_rows} {what} already, and at most {most} are kept",
+            field="client_id",
+            hint="An external service can keep any number of accounts.",
+        )
+
+
+def _entry(event: AuditEvent, by: AuditActor | None, *, client_id: str, token_id: str = "", detail: str) -> AuditEntry:
+    return audit_entry(
+        event,
+        client_id=client_id,
+        token_id=token_id or None,
+        address=None if by is None else by.address,
+        detail=detail,
+        actor=None if by is None else by.client_id,
+    )

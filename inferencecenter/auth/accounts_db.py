@@ -81,6 +81,8 @@ MIGRATIONS: Final[Steps] = (
         "ALTER TABLE clients ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
         "ALTER TABLE tokens ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
     ),
+    ("ALTER TABLE audit ADD COLUMN actor TEXT",),
+    ("ALTER TABLE clients ADD COLUMN archive_mib INTEGER",),
 )
 
 
@@ -202,13 +204,14 @@ def read_limits(database: sqlite3.Connection) -> dict[tuple[str, str], AccessLim
 
 def client_from_row(row: tuple[Any, ...]) -> ClientInfo:
     """Return a client from the columns ``client_id`` to ``limits`` and the number of its tokens."""
-    client_id, max_sessions, priority, scopes, retention_days, created_at, limits, n_tokens = row
+    client_id, max_sessions, priority, scopes, retention_days, archive_mib, created_at, limits, n_tokens = row
     return ClientInfo(
         client_id=client_id,
         max_sessions=max_sessions,
         priority=priority,
         scopes=tuple(scopes.split()),
         retention_days=retention_days,
+        archive_mib=archive_mib,
         created_at=created_at,
         tokens=n_tokens,
         limits=limits_from_json(limits),

@@ -37,26 +37,43 @@ class AuditEvent(StrEnum):
     CLIENT_CREATED = "client_created"
     CLIENT_CHANGED = "client_changed"
     CLIENT_REMOVED = "client_removed"
+    ACCOUNTS_LISTED = "accounts_listed"
     SESSION_PURGED = "session_purged"
+    SESSIONS_LISTED = "sessions_listed"
+    AUDIT_READ = "audit_read"
+    LOG_READ = "log_read"
     CLIENTS_LISTED = "clients_listed"
     CLIENT_KICKED = "client_kicked"
     DRAIN_ASKED = "drain_asked"
     MODEL_SWAPPED = "model_swapped"
     MODEL_UNLOADED = "model_unloaded"
+    MCP_TOOL_CALLED = "mcp_tool_called"
+    MODEL_PULLED = "model_pulled"
+    PULL_CANCELLED = "pull_cancelled"
+    MODEL_REMOVED = "model_removed"
+    SHARE_CREATED = "share_created"
+    SHARE_REVOKED = "share_revoked"
+    SHARE_OPENED = "share_opened"
     FIRST_ADMIN = "first_admin"
     DAEMON_STARTED = "daemon_started"
     DAEMON_STOPPED = "daemon_stopped"
 
 
 _LOGINS: Final = (AuditEvent.LOGIN, AuditEvent.LOGIN_REFUSED)
-_ROWS: Final = 100_000
+_LOGIN_ROWS: Final = 20_000
 _OTHER_ROWS: Final = 4_000
-_LOGIN_ROWS: Final = (_ROWS - _OTHER_ROWS * (len(AuditEvent) - len(_LOGINS))) // len(_LOGINS)
 
 MAX_ROWS: Final[Mapping[AuditEvent, int]] = MappingProxyType(
     dict.fromkeys(AuditEvent, _OTHER_ROWS) | dict.fromkeys(_LOGINS, _LOGIN_ROWS)
 )
-"""Maximum number of rows of each event: 100,000 in all."""
+"""Maximum number of rows of each event."""
+
+
+class AuditActor(NamedTuple):
+    """The administrator who acts over the protocol, and the address; the command line has none."""
+
+    client_id: str
+    address: str
 
 
 class AuditEntry(NamedTuple):
@@ -67,11 +84,15 @@ class AuditEntry(NamedTuple):
     token_id: str | None = None
     address: str | None = None
     detail: str = ""
+    actor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AuditLine:
-    """A stored line. It stands for ``count`` equal events from ``at`` to ``last_at`` (Unix seconds)."""
+    """A stored line. It stands for ``count`` equal events from ``at`` to ``last_at`` (Unix seconds).
+
+    ``actor`` is the client that changed the account or token of the line; ``line_id`` names the line.
+    """
 
     at: float
     last_at: float
@@ -81,15 +102,18 @@ class AuditLine:
     token_id: str | None
     address: str | None
     detail: str
+    actor: str | None = None
+    line_id: int = field(default=0, compare=False)
 
 
-def audit_entry(
+def audit_entry(  # noqa: PLR0913 - keyword-only
     event: AuditEvent,
     *,
     client_id: str | None = None,
     token_id: str | None = None,
     address: str | None = None,
     detail: str = "",
+    actor: str | None = None,
 ) -> AuditEntry:
     """Return the entry of an event; long text is truncated, and control characters are replaced."""
     return AuditEntry(
@@ -98,6 +122,7 @@ def audit_entry(
         token_id=None if token_id is None else _sanitized(token_id),
         address=None if address is None else _sanitized(address),
         detail=_sanitized(detail),
+        actor=None if actor is None else _sanitized(actor),
     )
 
 
@@ -126,7 +151,7 @@ class AuditLog:
                 self._insert(database, line, tally)
         self._prune(database, at)
 
-    def read(
+    def read(  # noqa: PLR0913 - keyword-only
         self,
         database: sqlite3.Connection,
         *,
@@ -134,25 +159,27 @@ class AuditLog:
         at: float,
         client_id: str | None = None,
         event: AuditEvent | None = None,
+        before: int | None = None,
     ) -> list[AuditLine]:
-        """Return the ``last`` lines of a client and an event, or of all, oldest first, as of ``at``."""
+        """Return the ``last`` lines of a client and an event, or of all, oldest first, as of ``at``.
+
+        A client's lines are those about it and those of its actions. ``before`` is the id of a line that follows.
+        """
         rows = database.execute(
-            "SELECT at, last_at, count, event, client_id, token_id, address, detail FROM audit"
-            " WHERE at >= ?1 AND (?2 IS NULL OR client_id = ?2) AND (?3 IS NULL OR event = ?3)"
-            " ORDER BY at DESC, id DESC LIMIT ?4",
-            (self._oldest(at), client_id, event, last),
+            "SELECT at, last_at, count, event, client_id, token_id, address, detail, actor, id FROM audit"
+            " WHERE at >= ?1 AND (?2 IS NULL OR client_id = ?2 OR actor = ?2) AND (?3 IS NULL OR event = ?3)"
+            " AND (?4 IS NULL OR (at, id) < (SELECT at, id FROM audit WHERE id = ?4))"
+            " ORDER BY at DESC, id DESC LIMIT ?5",
+            (self._oldest(at), client_id, event, before, last),
         ).fetchall()
         return [_line(*row) for row in reversed(rows)]
 
     def _insert(self, database: sqlite3.Connection, line: AuditEntry, tally: EventCount) -> int:
         self._unpruned_rows += 1
         row_id = database.execute(
-            "INSERT INTO audit (at, last_at, count, event, client_id, token_id, address, detail)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(tally.first_at, tally.last_at, tally.times),
-                *(line.event, line.client_id, line.token_id, line.address, line.detail),
-            ),
+            "INSERT INTO audit (at, last_at, count, event, client_id, token_id, address, detail, actor)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*(tally.first_at, tally.last_at, tally.times), *line),
         ).lastrowid
         assert row_id is not None
         return row_id
@@ -191,7 +218,7 @@ def _merge(database: sqlite3.Connection, line: AuditEntry, tally: EventCount) ->
 
 
 def _line(at: float, last_at: float, count: int, event: str, *rest: Any) -> AuditLine:
-    client_id, token_id, address, detail = rest
+    client_id, token_id, address, detail, actor, line_id = rest
     return AuditLine(
         at=at,
         last_at=last_at,
@@ -201,6 +228,8 @@ def _line(at: float, last_at: float, count: int, event: str, *rest: Any) -> Audi
         token_id=token_id,
         address=address,
         detail=detail,
+        actor=actor,
+        line_id=line_id,
     )
 
 

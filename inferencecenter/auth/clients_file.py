@@ -7,6 +7,7 @@ max_sessions = 4
 priority = "normal"
 scopes = ["user"]
 retention_days = 30      # sessions are deleted so long after their last use
+archive_mib = 256        # Mi characters that it may store
 limits = {tokens_per_day = 100000, addresses = ["192.168.0.0/16"]}
 """
 
@@ -19,7 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from inferencecenter.auth.account import MAX_RETENTION_DAYS, MAX_SESSIONS, Account, StaticClient, check_client_id
+from inferencecenter.auth.account import (
+    MAX_ARCHIVE_MIB,
+    MAX_RETENTION_DAYS,
+    MAX_SESSIONS,
+    Account,
+    StaticClient,
+    check_client_id,
+)
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.protocol.codec import invalid_request
@@ -44,6 +52,7 @@ class ClientEntry(BaseModel):
     max_sessions: int | None = Field(default=None, ge=1, le=MAX_SESSIONS)
     priority: Priority | None = None
     retention_days: float | None = Field(default=None, gt=0, le=MAX_RETENTION_DAYS)
+    archive_mib: int | None = Field(default=None, ge=1, le=MAX_ARCHIVE_MIB)
     scopes: list[str] = Field(default=[Scope.USER.value], min_length=1)
     limits: AccessLimits = NO_LIMITS
 
@@ -96,6 +105,7 @@ def _read(path: Path, defaults: AuthSettings) -> dict[str, StaticClient]:
             priority=entry.priority or defaults.default_priority,
             scopes=scopes,
             retention_days=entry.retention_days,
+            archive_mib=entry.archive_mib,
             limits=entry.limits,
         )
         clients[entry.client_id] = StaticClient(account=account, key_sha256=entry.key_sha256)

@@ -79,11 +79,12 @@ class OperationRateLimiter:
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def charge(self, client_id: str, *, n_chars: int = 0, n_frame_chars: int = 0) -> None:
+    def charge(self, client_id: str, *, n_units: int = 1, n_chars: int = 0, n_frame_chars: int = 0) -> None:
         """Charge a client for an operation, before it is executed.
 
         Args:
             client_id: The requesting client.
+            n_units: What it costs beside characters.
             n_chars: Characters of the session that is read or copied.
             n_frame_chars: Characters of the request's frame.
 
@@ -100,7 +101,7 @@ class OperationRateLimiter:
                 hint="Retry after retry_after_ms; long frames and operations on long sessions cost more.",
                 retry_after_ms=retry_after_ms,
             )
-        n_units = 1 + n_chars // UNIT_CHARS + n_frame_chars // FRAME_UNIT_CHARS
+        n_units += n_chars // UNIT_CHARS + n_frame_chars // FRAME_UNIT_CHARS
         bucket.take(n_units, self._per_minute, now_ms=now_ms)
 
     def count(self, client_id: str, *, n_frame_chars: int) -> None:
@@ -256,8 +257,10 @@ class RefusalBackoff:
 class RefusalBackoffs:
     """Back-offs of clients; beyond a limit, of those refused most recently."""
 
+    __slots__ = ("_backoffs",)
+
     def __init__(self) -> None:
-        self._backoffs: OrderedDict[str, RefusalBackoff] = OrderedDict()
+        self._backoffs: dict[str, RefusalBackoff] = {}  # the one refused most recently last
 
     def __len__(self) -> int:
         return len(self._backoffs)
@@ -268,8 +271,7 @@ class RefusalBackoffs:
 
     def refused(self, client_id: str) -> float:
         """Record a refusal, and return the seconds to wait before the response."""
-        backoff = self._backoffs.setdefault(client_id, RefusalBackoff())
-        self._backoffs.move_to_end(client_id)
+        backoff = self._backoffs[client_id] = self._backoffs.pop(client_id, RefusalBackoff())
         if len(self._backoffs) > _MAX_CLIENTS:
-            self._backoffs.popitem(last=False)
+            del self._backoffs[next(iter(self._backoffs))]
         return backoff.refused()

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 _COMMANDS: Final = {
     "serve": "Run the daemon.",
     "chat": "Chat with a daemon.",
-    "embed": "Compute the vectors of texts by a daemon.",
+    "embed": "Compute embeddings of texts with a daemon.",
+    "rerank": "Rank documents by relevance to a query with a daemon.",
     "run": "Run one prompt without a daemon.",
     "model": "Download, inspect and delete models; load and unload them.",
-    "token": "Create, list and revoke tokens.",
-    "client": "List accounts and limit them.",
+    "token": "Create, list, rotate and revoke tokens.",
+    "client": "List accounts and set their limits.",
     "session": "List, export, purge and salvage sessions.",
+    "share": "Share conversations by links.",
     "stats": "Monitor a daemon: slots, queue, speed, memory and GPU.",
     "reload": "Reload the configuration of a daemon.",
     "usage": "Show turns and tokens by client and day.",
@@ -33,7 +35,7 @@ _COMMANDS: Final = {
     "restore": "Restore a backup.",
     "audit": "Show the audit log.",
     "config": "Show, check and write settings.",
-    "bench": "Measure speed, alone or beside other servers.",
+    "bench": "Measure speed, alone or side by side with other servers.",
     "doctor": "Check this machine and its configuration.",
     "healthcheck": "Check the health of the daemon.",
 }
@@ -129,9 +131,9 @@ def main() -> None:
 
 @contextmanager
 def _faster_start() -> Iterator[None]:
-    """Where the daemon will run, spawn the engine's interpreter first and import without collecting garbage.
+    """For ``serve``, spawn the engine's interpreter first, and disable garbage collection during the imports.
 
-    Imports make next to none, and searching for it takes a tenth of their time. The daemon collects once it listens.
+    Imports create hardly any garbage, and collections take a tenth of their time. The daemon collects once it listens.
     """
     if sys.argv[1:2] != ["serve"] or "--help" in sys.argv:
         yield

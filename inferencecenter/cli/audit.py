@@ -36,11 +36,11 @@ def audit(  # noqa: PLR0913 - one argument an option
     if json:
         print_json([asdict(line) for line in lines])
     else:
-        print_rows(("time", "event", "client", "token_id", "address", "times", "detail"), map(cells, lines))
+        print_rows(("time", "event", "client", "token_id", "address", "times", "detail", "by"), map(cells, lines))
 
 
 def cells(line: AuditLine) -> tuple[str, ...]:
-    """Return time, event, client, token, address, count and detail of a line."""
+    """Return time, event, client, token, address, count, detail and acting client of a line."""
     return (
         datetime.fromtimestamp(line.at).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
         line.event.value,
@@ -49,4 +49,5 @@ def cells(line: AuditLine) -> tuple[str, ...]:
         line.address or "",
         str(line.count),
         line.detail,
+        line.actor or "",
     )

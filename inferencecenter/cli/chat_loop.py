@@ -56,14 +56,14 @@ _HELP: Final = """\
 /fork                  continue in a copy of this conversation
 /back                  return from the copy to its original
 /sessions              list all conversations of this account
-/resume                continue the latest other one; /resume 2, or an id, any one of the list
-/close                 delete one: /close 2, or its id, of the list
+/resume                continue the latest other one; /resume 2, or /resume ID, another one of the list
+/close                 delete one of the list: /close 2, or /close ID
 /params                show the parameters of the following turns
 /params name value     set one, such as /params temperature 0.2
 /params reset          reset all of them
 /stats                 statistics of the last turn
 /help                  this list
-/quit                  quit; so does Ctrl-D, and Ctrl-C at the prompt
+/quit                  quit, like Ctrl-D, and Ctrl-C at the prompt
 Ctrl-C during an answer aborts the answer. A line that starts with // is sent with one slash."""
 _TITLE_CHARS: Final = 60
 _CLOSE_ONE: Final = "/sessions lists your conversations; /close with a number of the list deletes one."

@@ -34,7 +34,7 @@ from inferencecenter.core.sqlite_file import (
     version_of,
 )
 from inferencecenter.hardware.devices import find_devices
-from inferencecenter.hardware.host import read_host
+from inferencecenter.hardware.memory import read_host
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import default_model, read_registry

@@ -131,7 +131,7 @@ def _missing_files(spec: ModelSpec) -> Iterator[tuple[Path, str]]:
     for path in spec.files:
         try:
             if not path.is_file():
-                yield path, "is not there" if not path.exists() else "is no file"
+                yield path, "does not exist" if not path.exists() else "is not a file"
         except OSError as error:  # in an inaccessible directory
             yield path, error.strerror or str(error)
 

@@ -20,7 +20,7 @@ from inferencecenter.config.sections import expand
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.explain import mib
-from inferencecenter.hardware.host import read_host
+from inferencecenter.hardware.memory import read_host
 from inferencecenter.hardware.placement import Device, margin_bytes
 from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import draft_file, kind_of_file, read_registry

@@ -1,4 +1,4 @@
-"""``inferencecenter embed``: the vectors of texts, as lines of JSON."""
+"""``inferencecenter embed``: embedding vectors of texts, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _TEXTS_AT_ONCE: Final = 64
 _DIGITS: Final = 8
-"""Decimals that distinguish 32-bit floats of a vector of length 1 well enough for any comparison."""
+"""Decimal places, enough to compare normalized vectors of 32-bit floats."""
 
 
 def embed(  # noqa: PLR0913 - one argument an option
@@ -31,7 +31,7 @@ def embed(  # noqa: PLR0913 - one argument an option
     *,
     model: Annotated[str | None, typer.Option(help="Model to use.", show_default="the only embedding model")] = None,
     dimensions: Annotated[
-        int | None, typer.Option(help="Length of the vectors.", min=1, show_default="that of the model")
+        int | None, typer.Option(help="Number of dimensions.", min=1, show_default="that of the model")
     ] = None,
     url: UrlOption = None,
     token: TokenOption = None,
@@ -39,7 +39,7 @@ def embed(  # noqa: PLR0913 - one argument an option
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
 ) -> None:
-    """Write a line of JSON with each text and its vector; empty lines of the input are skipped."""
+    """Write each text and its embedding as a line of JSON; empty lines of the input are skipped."""
     settings = load_settings(config, given(state_dir=state_dir))
     daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     lines = texts or (line for line in map(str.strip, sys.stdin) if line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -94,3 +95,23 @@ JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.
 def given(**values: Any) -> dict[str, Any]:
     """Return the given command line values under dotted setting names: ``server__port`` is ``server.port``."""
     return {name.replace("__", "."): value for name, value in values.items() if value is not None}
+
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def duration_s(text: str) -> int:
+    """Return the seconds in ``30d``, ``12h``, ``45m`` or ``90s``.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for anything else.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,8})([smhd])", text)
+    if match is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"--expires-in is {text!r}",
+            field="expires_in",
+            hint="A number with s, m, h or d, such as 30d.",
+        )
+    return int(match[1]) * _SECONDS[match[2]]

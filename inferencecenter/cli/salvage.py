@@ -75,7 +75,7 @@ def _salvage(path: Path) -> tuple[SalvageReport, Path]:
             report = salvage(path, made)
             if not report.n_saved:
                 raise unavailable(
-                    f"no session can be read of {path}",
+                    f"no session of {path} can be read",
                     "Nothing was changed. `inferencecenter restore` a backup; without one, move the file away while no"
                     " daemon runs, which forgets all sessions.",
                 )

@@ -1,4 +1,4 @@
-"""``inferencecenter session``: list, export and purge stored sessions; works alongside a running daemon."""
+"""``inferencecenter session``: list, search, export and purge stored sessions; works alongside a running daemon."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from rich.table import Column
 
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
-from inferencecenter.cli.output import print_json, print_rows, stdout
+from inferencecenter.cli.output import print_json, print_rows, stderr, stdout
 from inferencecenter.cli.salvage import salvage_sessions
 from inferencecenter.cli.state_files import open_accounts
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
+from inferencecenter.sessions.search import search_terms
 from inferencecenter.sessions.store.archive import Archive, purge_file, truncate_wal
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import Settings
     from inferencecenter.protocol.values import TranscriptTurn
     from inferencecenter.sessions.journal import StoredSession
-    from inferencecenter.sessions.store.archive import SessionLine
+    from inferencecenter.sessions.store.archive import FoundLine, SessionLine
     from inferencecenter.sessions.store.recorder import PurgeKind
 
 PURGE_TIMEOUT_S: Final = 10.0
@@ -39,7 +40,7 @@ _POLL_S: Final = 0.05
 SessionArgument = Annotated[str | None, typer.Argument(metavar="SESSION", help="The session's id.", show_default=False)]
 ClientOption = Annotated[str | None, typer.Option(help="All sessions of this account.", show_default=False)]
 
-app = typer.Typer(help="List, export, purge and salvage sessions.", no_args_is_help=True)
+app = typer.Typer(help="List, search, export, purge and salvage sessions.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -66,6 +67,37 @@ def cells(session: SessionLine) -> tuple[str, ...]:
     counts = (str(session.messages), str(session.turns))
     state = "answering" if session.answering else "archived" if session.archived else "idle"
     return (session.session_id, session.client_id, session.model, *counts, _date(session.last_used_at), state)
+
+
+@app.command("search")
+def search_sessions(  # noqa: PLR0913 - one argument an option
+    words: Annotated[list[str], typer.Argument(metavar="WORDS", help='Words and "phrases".', show_default=False)],
+    *,
+    client: Annotated[str | None, typer.Option(help="Only this account.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(help="Number of results.", min=1, max=1000)] = 20,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Search the messages and titles of the stored sessions, most recently used first."""
+    terms = search_terms(" ".join(f'"{each}"' if " " in each else each for each in words))
+    with Archive.open(_path(load_settings(config, given(state_dir=state_dir)))) as archive:
+        found, indexed = archive.search_all(terms, client, limit=limit)
+    if indexed is not None:
+        stderr.print(
+            f"Incomplete: {indexed:.0%} of the stored sessions are indexed. A running daemon indexes the others.",
+            soft_wrap=True,
+        )
+    if json:
+        print_json([asdict(each) for each in found])
+        return
+    print_rows([Column("session", no_wrap=True), "client", "last used", "title", "text"], map(_found_cells, found))
+
+
+def _found_cells(found: FoundLine) -> tuple[str, ...]:
+    """Return id, client, last use, title and the text around the first hit."""
+    text = found.hits[0].snippet if found.hits else ""
+    return (found.session_id, found.client_id, _date(found.last_used_at), found.title, text)
 
 
 @app.command("export")
@@ -115,10 +147,10 @@ def purge(  # noqa: PLR0913 - one argument an option
         if not archive.holds(kind, name):
             raise _not_stored(kind, name)
         n_sessions = len(archive.matches(kind, name))
-    what = f"session {name}" if kind == "session" else f"{_sessions(n_sessions)} of {name} and its usage"
+    what = f"session {name}" if kind == "session" else f"{n_sessions_text(n_sessions)} of {name} and its usage"
     if not yes:
         typer.confirm(f"Delete {what}? This cannot be undone.", abort=True, err=True)
-    _purge(settings, kind, name)
+    purge_stored(settings, kind, name)
     _audit(settings, kind, name)
     if json:
         print_json({"kind": kind, "name": name, "sessions": n_sessions})
@@ -168,12 +200,17 @@ def _usage(turns: tuple[TranscriptTurn, ...]) -> dict[str, int]:
     return {name: reduce(lambda total, turn: total + getattr(turn.usage, name), turns, 0) for name in names}
 
 
-def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
-    """Delete from the file, or through the daemon that has the file open."""
+def purge_stored(settings: Settings, kind: PurgeKind, name: str) -> None:
+    """Delete from the file, or through the daemon that has the file open.
+
+    Raises:
+        InferenceCenterError: ``daemon_unreachable`` or ``storage_unavailable``.
+    """
     path = _path(settings)
     with control.try_lock_state_dir(settings.state_dir) as alone:
         if alone:
-            purge_file(path, kind, name)
+            if path.exists():
+                purge_file(path, kind, name)
             return
     if not control.request_purge(settings.state_dir, kind, name):
         raise InferenceCenterError(
@@ -190,7 +227,8 @@ def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
                 hint="See its log; it deletes it once its file can be written.",
             )
         time.sleep(_POLL_S)
-    truncate_wal(path)
+    if path.exists():
+        truncate_wal(path)
 
 
 def _is_held(path: Path, kind: PurgeKind, name: str) -> bool:
@@ -205,7 +243,8 @@ def _audit(settings: Settings, kind: PurgeKind, name: str) -> None:
         accounts.audit(AuditEvent.SESSION_PURGED, client_id=client_id, detail="all" if client_id else name)
 
 
-def _sessions(count: int) -> str:
+def n_sessions_text(count: int) -> str:
+    """Return a number of sessions as text."""
     return "1 session" if count == 1 else f"{count} sessions"
 
 
@@ -215,14 +254,14 @@ def _one_of(session: str | None, client: str | None) -> tuple[PurgeKind, str]:
     if client is not None and session is None:
         return "client", client
     raise InferenceCenterError(
-        ErrorCode.INVALID_REQUEST, "name a session, or a client with --client", hint="Give exactly one of them."
+        ErrorCode.INVALID_REQUEST, "name a session, or a client with --client", hint="Give exactly one of the two."
     )
 
 
 def _not_stored(kind: PurgeKind, name: str) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.SESSION_NOT_FOUND,
-        f"nothing is stored of {kind} {name!r}",
+        f"nothing is stored for {kind} {name!r}",
         hint="`inferencecenter session list` lists stored sessions.",
     )
 

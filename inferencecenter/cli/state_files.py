@@ -1,4 +1,4 @@
-"""Helpers of commands that open the daemon's files, or replace them: then no daemon may run, and none is deleted."""
+"""Access to the daemon's files for commands: to open them, or to replace them while no daemon runs. None is deleted."""
 
 from __future__ import annotations
 

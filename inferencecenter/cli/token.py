@@ -1,12 +1,12 @@
-"""``inferencecenter token``: create, list and revoke tokens in the state directory; a running daemon is notified."""
+"""``inferencecenter token``: create, list, rotate and revoke tokens in the state directory, and notify a daemon."""
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column
@@ -15,7 +15,15 @@ from rich.text import Text
 from inferencecenter.auth.account import MAX_SESSIONS
 from inferencecenter.auth.accounts_db import format_limits
 from inferencecenter.auth.bootstrap import ensure_admin
-from inferencecenter.cli.options import LIMITS_HELP, ConfigOption, JsonOption, StateDirOption, changed, given
+from inferencecenter.cli.options import (
+    LIMITS_HELP,
+    ConfigOption,
+    JsonOption,
+    StateDirOption,
+    changed,
+    duration_s,
+    given,
+)
 from inferencecenter.cli.output import print_json, stdout, text_table
 from inferencecenter.cli.state_files import open_accounts
 from inferencecenter.config.loader import load_settings
@@ -25,12 +33,13 @@ from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from inferencecenter.auth.account import ClientInfo, TokenInfo
     from inferencecenter.config.limits import AccessLimits
 
-_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-app = typer.Typer(help="Create, list and revoke tokens.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, rotate and revoke tokens.", no_args_is_help=True)
 
 
 @app.command("create")
@@ -146,6 +155,30 @@ def limits(
     show_limits({"token_id": token_id, "client_id": found.client_id}, own, notified=notified, json=json)
 
 
+@app.command("rotate")
+def rotate(
+    token_id: Annotated[str, typer.Argument(help="Id of the token, as listed by `token list`.")],
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Replace a token by a new one with the same name, expiry and limits, and print it; it is not shown again."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    with open_accounts(settings) as accounts:
+        made = accounts.rotate_token(token_id)
+    if made is None:
+        raise _not_valid(token_id)
+    notified = control.notify_tokens_changed(settings.state_dir)
+    if json:
+        print_json({**asdict(made), "revoked": token_id, "daemon_notified": notified})
+    elif stdout.is_terminal:
+        stdout.print(Text.assemble((made.token, "bold")), soft_wrap=True)
+        stdout.print(f"It is not shown again. {token_id} is revoked.")
+    else:
+        typer.echo(made.token)
+
+
 @app.command("revoke")
 def revoke(
     token_id: Annotated[str, typer.Argument(help="Id of the token, as listed by `token list`.")],
@@ -158,12 +191,7 @@ def revoke(
     settings = load_settings(config, given(state_dir=state_dir))
     with open_accounts(settings) as accounts:
         if not accounts.revoke(token_id):
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST,
-                f"{token_id!r} is not a token id, or is already revoked",
-                field="token_id",
-                hint="`inferencecenter token list` lists the ids.",
-            )
+            raise _not_valid(token_id)
     notified = control.notify_tokens_changed(settings.state_dir)
     if json:
         print_json({"token_id": token_id, "revoked": True, "daemon_notified": notified})
@@ -171,33 +199,31 @@ def revoke(
         stdout.print(f"Revoked {token_id};", "its sockets are closed." if notified else "no daemon is running.")
 
 
-def duration_s(text: str) -> int:
-    """Return the seconds in ``30d``, ``12h``, ``45m`` or ``90s``.
-
-    Raises:
-        InferenceCenterError: ``invalid_request`` for anything else.
-    """
-    match = re.fullmatch(r"([1-9]\d{0,8})([smhd])", text)
-    if match is None:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST,
-            f"--expires-in is {text!r}",
-            field="expires_in",
-            hint="A number with s, m, h or d, such as 30d.",
-        )
-    return int(match[1]) * _SECONDS[match[2]]
+def _not_valid(token_id: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"{token_id!r} is not a token id, or is already revoked",
+        field="token_id",
+        hint="`inferencecenter token list` lists the ids.",
+    )
 
 
 def show_limits(
-    whose: dict[str, str], limits: AccessLimits, *, max_sessions: int | None = None, notified: bool | None, json: bool
+    whose: dict[str, str],
+    limits: AccessLimits,
+    *,
+    of_sessions: Mapping[str, float | None] = MappingProxyType({}),
+    notified: bool | None,
+    json: bool,
 ) -> None:
     """Print limits, and whether a daemon was ``notified`` of a change; ``None`` without a change."""
-    sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
+    given_sessions = {name: number for name, number in of_sessions.items() if number is not None}
     if json:
         of_daemon = {} if notified is None else {"daemon_notified": notified}
-        print_json({**whose, **sessions, "limits": limits.given(), **of_daemon})
+        print_json({**whose, **given_sessions, "limits": limits.given(), **of_daemon})
         return
-    shown = [*(f"{name}={number}" for name, number in sessions.items()), format_limits(limits)]
+    shown = [f"{name}={number:g}" for name, number in given_sessions.items()]
+    shown.append(format_limits(limits))
     typer.echo(" ".join(shown).rstrip() or "no limits of its own")
     if notified is not None:
         stdout.print("They apply from now on." if notified else "No daemon is running.")

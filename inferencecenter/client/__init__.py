@@ -4,7 +4,7 @@ The client reconnects automatically and resumes its sessions and turns without l
 """
 
 from inferencecenter.client.answer import Answer, TurnStreamEvent, result
-from inferencecenter.client.client import Client, TextEmbeddings
+from inferencecenter.client.client import Client, RankedDocuments, TextEmbeddings
 from inferencecenter.client.connection import Notice
 from inferencecenter.client.errors import (
     DaemonError,
@@ -22,7 +22,7 @@ from inferencecenter.client.session import ClientSession
 from inferencecenter.client.turn import ClientTurn
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
-from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+from inferencecenter.protocol.values import ChatMessage, Preset, Tool, ToolCall
 
 # The former names of InferOptions and ClientTurn.
 Asked = InferOptions
@@ -47,6 +47,8 @@ __all__ = [
     "NotAllowedError",
     "NotFoundError",
     "Notice",
+    "Preset",
+    "RankedDocuments",
     "Reconnecting",
     "RequestError",
     "SessionOptions",

@@ -36,7 +36,7 @@ TurnStreamEvent: TypeAlias = Queued | Progress | ContextShifted | Token | Reason
 
 # A daemon that has just restarted may refuse a repeated turn in these cases.
 _PASSING: Final = frozenset({ErrorCode.MODEL_LOADING, ErrorCode.ENGINE_UNAVAILABLE})
-_NO_TIMES: Final = "The turn ended while the connection was lost: its times are not known."
+_NO_TIMES: Final = "The turn ended while the connection was lost: its timings are unknown."
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ def _rest(begins: str, whole: str) -> str:
 
 
 class StreamState(Enum):
-    """State of a turn as its client knows it."""
+    """Client-side state of a turn."""
 
     REQUESTED = auto()
     """Sent, or about to be; the daemon has not yet assigned the turn's id."""
@@ -289,7 +289,7 @@ class TurnStream:
                 self._early.append(event)
         elif self._state is StreamState.ENDING and answers:
             if not isinstance(event, End):
-                raise self._lost("the daemon no longer knows it")
+                raise self._lost("the daemon no longer has it")
             yield from self._deliver(event)
 
     def _deliver(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:

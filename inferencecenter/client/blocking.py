@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from inferencecenter.client.answer import Answered
 from inferencecenter.client.client import Client as AsyncClient
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from inferencecenter.client.answer import Answer, TurnStreamEvent
-    from inferencecenter.client.client import TextEmbeddings
+    from inferencecenter.client.client import RankedDocuments, TextEmbeddings
     from inferencecenter.client.options import ClientOptions, InferOptions, Messages, SessionOptions
     from inferencecenter.client.session import ClientSession
     from inferencecenter.client.turn import ClientTurn as AsyncTurn
@@ -30,16 +30,30 @@ if TYPE_CHECKING:
         Appended,
         AuthSuccess,
         Hello,
+        McpCall,
         MetadataSet,
         Metrics,
+        ModelSet,
+        Presets,
         Session,
         SessionCreated,
         SessionResumed,
         SessionRewound,
+        SessionsFound,
+        ShareCreated,
         Swap,
         UsageReport,
     )
-    from inferencecenter.protocol.values import ModelSummary, Priority, SessionSummary
+    from inferencecenter.protocol.values import (
+        McpServer,
+        ModelSummary,
+        Preset,
+        PresetType,
+        Priority,
+        SessionSummary,
+        SessionUsage,
+        Share,
+    )
 
 
 class LoopThread:
@@ -178,9 +192,29 @@ class BlockingClient:
         session, resumed = self._call(self._client.resume(session_id))
         return BlockingSession(self._running, session), resumed
 
-    def sessions(self) -> tuple[SessionSummary, ...]:
-        """Return all sessions of this client, oldest first, on any connection."""
-        return self._call(self._client.sessions())
+    def sessions(self, *, order: Literal["oldest", "recent"] = "oldest") -> tuple[SessionSummary, ...]:
+        """Return all sessions of this client, live and archived, on any connection."""
+        return self._call(self._client.sessions(order=order))
+
+    def session_usage(self) -> SessionUsage | None:
+        """Return this client's use of its session limits."""
+        return self._call(self._client.session_usage())
+
+    def search_sessions(self, query: str, *, limit: int = 20, after: str | None = None) -> SessionsFound:
+        """Search titles and messages of this client's stored sessions, most recently used first."""
+        return self._call(self._client.search_sessions(query, limit=limit, after=after))
+
+    def presets(self) -> Presets:
+        """Return the client's presets: named conversation settings and prompts."""
+        return self._call(self._client.presets())
+
+    def save_preset(self, preset: Preset) -> None:
+        """Save a preset, replacing the one with its type and name."""
+        self._call(self._client.save_preset(preset))
+
+    def delete_preset(self, preset_type: PresetType, name: str) -> None:
+        """Delete a preset."""
+        self._call(self._client.delete_preset(preset_type, name))
 
     def models(self) -> tuple[ModelSummary, ...]:
         """Return the models available to this client, sorted by name."""
@@ -194,8 +228,36 @@ class BlockingClient:
         dimensions: int | None = None,
         priority: Priority | None = None,
     ) -> TextEmbeddings:
-        """Return the vectors of texts, in their order."""
+        """Return the embedding vectors of texts, in the same order."""
         return self._call(self._client.embed(texts, model=model, dimensions=dimensions, priority=priority))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        model: str | None = None,
+        top_n: int | None = None,
+        priority: Priority | None = None,
+    ) -> RankedDocuments:
+        """Score the relevance of documents to a query, and return them best first."""
+        return self._call(self._client.rerank(query, documents, model=model, top_n=top_n, priority=priority))
+
+    def create_share(self, session_id: str, *, expires_in_s: int | None = None) -> ShareCreated:
+        """Share a snapshot of a session by a link, which any account of the daemon can open."""
+        return self._call(self._client.create_share(session_id, expires_in_s=expires_in_s))
+
+    def shares(self) -> tuple[Share, ...]:
+        """Return this client's share links, oldest first."""
+        return self._call(self._client.shares())
+
+    def revoke_share(self, share_id: str) -> None:
+        """Revoke a share link."""
+        self._call(self._client.revoke_share(share_id))
+
+    def mcp_servers(self, server: str | None = None) -> tuple[McpServer, ...]:
+        """Return the MCP servers that the client may use, with their tools."""
+        return self._call(self._client.mcp_servers(server))
 
     def usage(self, *, days: int = 30, client_id: str | None = None) -> UsageReport:
         """Return the usage by day and the remaining quota."""
@@ -285,6 +347,10 @@ class BlockingSession:
         """Return the daemon's full record of the session."""
         return self._thread.call(self._session.read())
 
+    def call_mcp_tool(self, call_id: str, server: str, *, tool: str | None = None) -> McpCall:
+        """Run a tool call of the latest answer on an MCP server, and return its outcome."""
+        return self._thread.call(self._session.call_mcp_tool(call_id, server, tool=tool))
+
     def append(self, messages: Messages) -> Appended:
         """Append messages without starting a turn."""
         return self._thread.call(self._session.append(messages))
@@ -296,6 +362,10 @@ class BlockingSession:
     def rewind(self, turn: str) -> SessionRewound:
         """Discard everything after a turn."""
         return self._thread.call(self._session.rewind(turn))
+
+    def set_model(self, model: str | None) -> ModelSet:
+        """Answer with another model from the next turn on; ``None`` follows the default model."""
+        return self._thread.call(self._session.set_model(model))
 
     def set_metadata(self, metadata: Mapping[str, str]) -> MetadataSet:
         """Replace the session's metadata, such as a title; does not affect a running turn."""

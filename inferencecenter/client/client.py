@@ -7,7 +7,7 @@ import sys
 from array import array
 from base64 import b64decode
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Unpack
+from typing import TYPE_CHECKING, Final, Literal, Unpack
 
 from inferencecenter.client.connection import DaemonConnection, expect
 from inferencecenter.client.errors import failure, new_request
@@ -19,18 +19,28 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import PROTOCOL_VERSION
 from inferencecenter.protocol.events import (
     AuthSuccess,
+    DocumentScores,
     Embeddings,
     Hello,
+    McpTools,
     Metrics,
     Models,
     ModelUnloaded,
+    PresetDeleted,
+    Presets,
+    PresetSaved,
     SessionCreated,
     SessionResumed,
     Sessions,
+    SessionsFound,
+    ShareCreated,
+    ShareRevoked,
+    Shares,
     Swap,
     UsageReport,
 )
 from inferencecenter.protocol.requests import MAX_EMBEDDED_TEXTS
+from inferencecenter.protocol.values import DocumentScore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,7 +48,16 @@ if TYPE_CHECKING:
 
     from inferencecenter.client.options import SessionOptions
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.values import ModelSummary, Priority, SessionSummary
+    from inferencecenter.protocol.values import (
+        McpServer,
+        ModelSummary,
+        Preset,
+        PresetType,
+        Priority,
+        SessionSummary,
+        SessionUsage,
+        Share,
+    )
 
 _PAGE_SESSIONS: Final = 1000
 _DRAIN_S: Final = 1.0
@@ -47,10 +66,19 @@ _DRAIN_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TextEmbeddings:
-    """The vectors of texts, each of length 1, by which model, and how many tokens the texts have."""
+    """Embedding vectors, normalized to length 1, with their model and the number of tokens of the texts."""
 
     model: str
     vectors: tuple[list[float], ...]
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocuments:
+    """Documents with their scores, best first, with the model and the number of tokens processed."""
+
+    model: str
+    results: tuple[DocumentScore, ...]
     n_tokens: int
 
 
@@ -212,8 +240,11 @@ class Client:
             raise
         return session, expect(answer, SessionResumed)
 
-    async def sessions(self) -> tuple[SessionSummary, ...]:
-        """Return all sessions of this client, oldest first, on any connection.
+    async def sessions(self, *, order: Literal["oldest", "recent"] = "oldest") -> tuple[SessionSummary, ...]:
+        """Return all sessions of this client, live and archived, on any connection.
+
+        Args:
+            order: ``oldest`` by creation, oldest first, or ``recent`` by last use, latest first.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``.
@@ -221,11 +252,80 @@ class Client:
         found: list[SessionSummary] = []
         after: str | None = None
         while True:
-            request = requests.ListSessions(op="list_sessions", limit=_PAGE_SESSIONS, after=after)
+            request = requests.ListSessions(op="list_sessions", limit=_PAGE_SESSIONS, after=after, order=order)
             page = expect(await self.request(request), Sessions)
             found += page.sessions
             if (after := page.next) is None:
                 return tuple(found)
+
+    async def session_usage(self) -> SessionUsage | None:
+        """Return this client's use of its session limits; ``None`` from a daemon before version 0.2.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable``.
+        """
+        return expect(await self.request(requests.ListSessions(op="list_sessions", limit=1)), Sessions).session_usage
+
+    async def search_sessions(self, query: str, *, limit: int = 20, after: str | None = None) -> SessionsFound:
+        """Search titles and messages of this client's stored sessions, most recently used first.
+
+        Args:
+            query: Words and "phrases", all of which must occur in a session; the last word also matches as a prefix.
+            limit: Number of results, up to 50.
+            after: ``next`` of the previous page.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``, ``unknown_op`` if the daemon has no search, ``rate_limited``,
+                ``storage_unavailable`` or ``daemon_unreachable``.
+        """
+        request = new_request(requests.SearchSessions, query=query, limit=limit, after=after)
+        return expect(await self.request(request), SessionsFound)
+
+    async def create_share(self, session_id: str, *, expires_in_s: int | None = None) -> ShareCreated:
+        """Share a snapshot of a session by a link, which any account of the daemon can open.
+
+        Args:
+            session_id: A stored session of this client.
+            expires_in_s: Lifetime of the link in seconds; ``None`` if it does not expire.
+
+        Returns:
+            The share and its secret, which cannot be read again. The link is the address of the web page with
+            ``#/s/SHARE_ID/SHARE_TOKEN``.
+
+        Raises:
+            InferenceCenterError: ``forbidden`` if the operator does not allow it, ``session_not_found``,
+                ``invalid_request``, ``quota_exceeded``, ``storage_unavailable`` or ``daemon_unreachable``.
+        """
+        request = new_request(requests.CreateShare, session_id=session_id, expires_in_s=expires_in_s)
+        return expect(await self.request(request), ShareCreated)
+
+    async def shares(self) -> tuple[Share, ...]:
+        """Return this client's share links, oldest first.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable`` or ``daemon_unreachable``.
+        """
+        return expect(await self.request(requests.ListShares(op="list_shares")), Shares).shares
+
+    async def revoke_share(self, share_id: str) -> None:
+        """Revoke a share link.
+
+        Raises:
+            InferenceCenterError: ``share_not_found``, ``storage_unavailable`` or ``daemon_unreachable``.
+        """
+        expect(await self.request(requests.RevokeShare(op="revoke_share", share_id=share_id)), ShareRevoked)
+
+    async def mcp_servers(self, server: str | None = None) -> tuple[McpServer, ...]:
+        """Return the MCP servers that the client may use, with their tools; see ``ClientSession.call_mcp_tool``.
+
+        Args:
+            server: Return only this server.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``, ``queue_full`` or ``daemon_unreachable``.
+        """
+        request = new_request(requests.ListMcpTools, server=server)
+        return expect(await self.request(request), McpTools).mcp_servers
 
     async def usage(self, *, days: int = 30, client_id: str | None = None) -> UsageReport:
         """Return the usage by day and the remaining quota.
@@ -260,12 +360,12 @@ class Client:
         dimensions: int | None = None,
         priority: Priority | None = None,
     ) -> TextEmbeddings:
-        """Return the vectors of texts, in their order; many texts are sent in several requests.
+        """Return the embedding vectors of texts, in the same order; many texts are split into several requests.
 
         Args:
             texts: Any number of texts, none of them empty.
             model: An embedding model; may be absent if there is one.
-            dimensions: Length of the vectors, if the model allows shorter ones.
+            dimensions: Number of dimensions, if the model allows fewer than its own.
             priority: Priority class; raising it needs the scope ``priority``.
 
         Raises:
@@ -283,6 +383,66 @@ class Client:
             vectors += map(_floats, answer.vectors)
             found, n_tokens = answer.model, n_tokens + answer.prompt_tokens
         return TextEmbeddings(found, tuple(vectors), n_tokens)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        model: str | None = None,
+        top_n: int | None = None,
+        priority: Priority | None = None,
+    ) -> RankedDocuments:
+        """Score documents by relevance to a query, and return them best first; many are split into requests.
+
+        Args:
+            query: The query that the documents are scored for.
+            documents: Any number of documents, none of them empty.
+            model: A reranking model; may be absent if there is one.
+            top_n: How many of the best documents to return.
+            priority: Priority class; raising it needs the scope ``priority``.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``, ``prompt_too_long``, another refusal of the daemon, or
+                ``daemon_unreachable``.
+        """
+        scores: list[DocumentScore] = []
+        found, n_tokens = model or "", 0
+        for start in range(0, len(documents), MAX_EMBEDDED_TEXTS):
+            part = list(documents[start : start + MAX_EMBEDDED_TEXTS])
+            request = new_request(
+                requests.RerankDocuments, query=query, documents=part, model=model, top_n=top_n, priority=priority
+            )
+            answer = expect(await self.request(request), DocumentScores)
+            scores += [each.model_copy(update={"index": start + each.index}) for each in answer.results]
+            found, n_tokens = answer.model, n_tokens + answer.prompt_tokens
+        scores.sort(key=lambda each: -each.relevance_score)
+        return RankedDocuments(found, tuple(scores[:top_n]), n_tokens)
+
+    async def presets(self) -> Presets:
+        """Return the client's presets: named conversation settings and prompts.
+
+        Raises:
+            InferenceCenterError: ``daemon_unreachable``.
+        """
+        return expect(await self.request(requests.ListPresets(op="list_presets")), Presets)
+
+    async def save_preset(self, preset: Preset) -> None:
+        """Save a preset, replacing the one with its type and name.
+
+        Raises:
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
+        """
+        expect(await self.request(requests.SavePreset(op="save_preset", preset=preset)), PresetSaved)
+
+    async def delete_preset(self, preset_type: PresetType, name: str) -> None:
+        """Delete a preset.
+
+        Raises:
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
+        """
+        request = new_request(requests.DeletePreset, preset_type=preset_type, name=name)
+        expect(await self.request(request), PresetDeleted)
 
     async def models(self) -> tuple[ModelSummary, ...]:
         """Return the models available to this client, sorted by name.

@@ -125,7 +125,7 @@ def new_request(kind: type[R], **fields: Any) -> R:
     try:
         return kind(op=op, **fields)
     except ValidationError as error:
-        # Imported for a failure: a program that makes none does without the daemon's half of the codec.
+        # Imported on failure only: the daemon's half of the codec is otherwise not needed.
         from inferencecenter.protocol.codec import invalid_request  # noqa: PLC0415
 
         wrong = invalid_request(error, known=kind.model_fields)

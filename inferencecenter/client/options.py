@@ -147,8 +147,8 @@ class SessionOptions(RetryOptions, total=False):
         model: Name of its model; the daemon's default model when not given.
         params: Parameters of the session level.
         priority: Priority class of its turns; the account's when not given.
-        on_full: Behaviour when the context is full; the mode's default when not given.
-        on_disconnect: Behaviour when the socket is lost; by default the session continues and is resumed.
+        on_full: Behavior when the context is full; the mode's default when not given.
+        on_disconnect: Behavior when the socket is lost; by default the session continues and is resumed.
         store: Whether the session may be written to disk.
         ttl_s: Idle seconds before it expires.
         metadata: Strings for the caller's own use.

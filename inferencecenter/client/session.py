@@ -20,7 +20,9 @@ from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import (
     Appended,
     Error,
+    McpCall,
     MetadataSet,
+    ModelSet,
     Reasoning,
     Session,
     SessionClosed,
@@ -208,6 +210,28 @@ class ClientSession:
         request = requests.GetSession(op="get_session", session_id=self.session_id)
         return expect(await self._connection.request(request), Session)
 
+    async def call_mcp_tool(self, call_id: str, server: str, *, tool: str | None = None) -> McpCall:
+        """Run a tool call of the latest answer on an MCP server, and return its outcome.
+
+        This approves the call. Once all calls of the answer have results, ``infer`` without a message continues.
+
+        Args:
+            call_id: Id of the call in the answer.
+            server: The server, as ``Client.mcp_servers`` lists it.
+            tool: Name of the tool there; by default the name in the call.
+
+        Raises:
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``: ``read`` then returns the outcome.
+        """
+        request = new_request(
+            requests.CallMcpTool, session_id=self.session_id, call_id=call_id, server=server, tool=tool
+        )
+        await self.settled()
+        answer = await self._connection.request(
+            request, is_interim=lambda event: isinstance(event, McpCall) and event.call_state == "running"
+        )
+        return expect(answer, McpCall)
+
     async def append(self, messages: Messages) -> Appended:
         """Append messages without starting a turn.
 
@@ -256,6 +280,16 @@ class ClientSession:
         """
         request = new_request(requests.SetMetadata, session_id=self.session_id, metadata=dict(metadata))
         return expect(await self._connection.request(request), MetadataSet)
+
+    async def set_model(self, model: str | None) -> ModelSet:
+        """Answer with another model from the next turn on; ``None`` follows the default model.
+
+        Raises:
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
+        """
+        request = new_request(requests.SetModel, session_id=self.session_id, model=model)
+        await self.settled()
+        return expect(await self._connection.request(request), ModelSet)
 
     async def close(self) -> None:
         """Close the session.

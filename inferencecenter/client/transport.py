@@ -159,7 +159,7 @@ async def _enter(socket: ClientConnection, address: Address) -> Transport:
 
 
 async def _not_let_in(socket: ClientConnection, answer: AuthFailed) -> InferenceCenterError:
-    """Return why: an invalid credential, or a valid one at a bad time, after which the daemon closes the socket."""
+    """Return why authentication failed: an invalid credential, or a valid one that is refused by a close code."""
     message = f"the daemon refuses the credential: {answer.reason}"
     if answer.retry_after_ms is None:
         with contextlib.suppress(TimeoutError, websockets.ConnectionClosed):

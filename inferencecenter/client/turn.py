@@ -81,7 +81,7 @@ class TurnReader:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the daemon may know the turn."""
+        """Whether the daemon may have received the turn."""
         return self._infer is None or self._request_id is not None
 
     async def next(self) -> TurnStreamEvent | None:

@@ -57,7 +57,8 @@ class AccessLimits(BaseModel):
 
     def over(self, below: AccessLimits) -> AccessLimits:
         """Return the effective limits: the values set here, and the others from the level ``below``."""
-        return below.model_copy(update=self.given())
+        given = self.given()
+        return below.model_copy(update=given) if given else below
 
     def given(self) -> dict[str, Any]:
         """Return the values that are set, by name."""

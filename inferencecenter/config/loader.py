@@ -36,6 +36,7 @@ OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
     "INFERENCECENTER_TOKEN": "Token that `inferencecenter chat` and `stats` authenticate with.",
     "INFERENCECENTER_TEST_MODEL": "Model file for the tests, instead of the bundled one.",
     "INFERENCECENTER_TEST_NEWEST_CLIENTS": "With any value the tests install the newest version of each client.",
+    "INFERENCECENTER_TEST_LARGE_CLIENTS": "With any value the tests also install clients of several GB: Open WebUI.",
     "INFERENCECENTER_TEST_BROWSER": "Chromium for the tests of the web page; with it none is skipped.",
     "INFERENCECENTER_TEST_RPC_LIBS": "Folder with llama.cpp's libraries, built with RPC, for tests with a server.",
     "INFERENCECENTER_TEST_VULKAN_LIBS": "Folder with llama.cpp's libraries, built with Vulkan, for tests in software.",

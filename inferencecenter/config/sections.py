@@ -44,7 +44,7 @@ class AuthSettings(Section):
         default_factory=_clients_file,
         validate_default=True,
         description="A clients.toml with client_id, api_key (or its hash), max_sessions, priority, retention_days, "
-        "limits.",
+        "archive_mib, limits.",
         json_schema_extra={"default_text": "$CREDENTIALS_DIRECTORY/clients.toml if it is there"},
     )
     default_max_sessions: int = Field(
@@ -334,3 +334,113 @@ class LoraSettings(Section):
 
     path: ExpandedPath = Field(description="GGUF file of the adapter.")
     scale: float = Field(1.0, ge=-100, le=100, description="Weight of the adapter; 0 disables it.")
+
+
+_ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+McpToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
+McpApproval = Literal["always", "never"]
+"""Whether the user must approve each call of a tool."""
+
+
+class McpServerSettings(Section):
+    """An MCP server whose tools sessions may call: `[mcp.NAME]`. Needs the extra `mcp`.
+
+    Its tools run on request of a client (`call_mcp_tool`); their results become messages of the session.
+    """
+
+    url: str | None = Field(
+        None, max_length=2048, description="URL of its endpoint for Streamable HTTP, https, or http on this machine."
+    )
+    headers_file: ExpandedPath | None = Field(
+        None,
+        description="File with HTTP headers for it, one `Name: value` per line, such as an `Authorization`; read for "
+        "each connection.",
+    )
+    headers_env: dict[HeaderName, Annotated[str, StringConstraints(pattern=_ENVIRONMENT_NAME)]] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="HTTP headers for it, each with the name of the daemon's environment variable that holds its "
+        "value.",
+    )
+    allow_http: bool = Field(
+        False, description="Whether `url` may be http to another machine, which sends everything in plain text."
+    )
+    command: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="Instead of `url`: a program that speaks the protocol over standard input and output. It runs as "
+        "the daemon's user, once for each account that uses it, and ends with the daemon.",
+    )
+    args: tuple[Annotated[str, StringConstraints(max_length=4096)], ...] = Field(
+        (), max_length=256, description="Arguments of `command`."
+    )
+    env: dict[Annotated[str, StringConstraints(pattern=_ENVIRONMENT_NAME)], SecretStr] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="Environment variables of `command`, in addition to `PATH`, `HOME`, `LANG`, `TZ` and `TMPDIR`; it "
+        "inherits no others. Never shown.",
+    )
+    env_passed: tuple[Annotated[str, StringConstraints(pattern=_ENVIRONMENT_NAME)], ...] = Field(
+        (), max_length=64, description="Environment variables that `command` inherits from the daemon in addition."
+    )
+    directory: ExpandedPath = Field(Path("/"), description="Working directory of `command`.")
+    memory_mib: int | None = Field(
+        None, ge=16, le=2**20, description="MiB of address space of each process of `command`; if not set, no limit."
+    )
+    accounts: tuple[Annotated[str, StringConstraints(min_length=1, max_length=64)], ...] = Field(
+        (), max_length=1000, description="Accounts that may use it, in addition to those with the scope `scope`."
+    )
+    scope: Literal["user", "operator", "admin"] = Field(
+        "operator", description="Scope of the accounts that may use it; every account has `user`."
+    )
+    allowed_tools: tuple[McpToolName, ...] | None = Field(
+        None, max_length=128, description="Tools that may be called; if not set, all that the server lists."
+    )
+    require_approval: McpApproval = Field(
+        "always",
+        description="Whether clients must ask the user before each call: `always`, or `never` for tools that are "
+        "harmless with any arguments.",
+    )
+    approvals: dict[McpToolName, McpApproval] = Field(
+        default_factory=dict, max_length=128, description="Overrides `require_approval` for tools by name."
+    )
+    connect_timeout_s: float = Field(10.0, gt=0, le=300, description="Seconds for a connection and its handshake.")
+    timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds for a call; its outcome is unknown after that.")
+    max_result_bytes: int = Field(
+        65_536, ge=256, le=2**22, description="Maximum bytes of a result for the model; a longer one is truncated."
+    )
+    max_calls: int = Field(4, ge=1, le=64, description="Maximum number of concurrent calls of one account.")
+    max_queued_calls: int = Field(
+        16, ge=0, le=1024, description="Maximum number of calls of one account that wait, for `timeout_s` at most."
+    )
+    max_connections: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="Maximum number of connections to it. Each account that uses it has its own, so that a server "
+        "with a state of its own mixes no accounts; it is closed after five idle minutes.",
+    )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> McpServerSettings:
+        if (self.url is None) == (self.command is None):
+            raise ValueError("give either url or command")
+        if self.url is None:
+            return self
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("https", "http") or not parts.hostname:
+            raise ValueError("url must begin with https:// or http:// and name a host")
+        if parts.username is not None or parts.password is not None or parts.fragment:
+            raise ValueError("url must not hold a user or a fragment; headers_file is for credentials")
+        if parts.scheme == "http" and not (self.allow_http or _is_loopback(parts.hostname)):
+            raise ValueError("url is http to another machine; use https, or set allow_http")
+        return self
+
+    def approval_of(self, tool: str) -> McpApproval:
+        """Return whether calls of a tool must be approved."""
+        return self.approvals.get(tool, self.require_approval)
+
+    def allows_tool(self, tool: str) -> bool:
+        """Return whether a tool may be called."""
+        return self.allowed_tools is None or tool in self.allowed_tools

@@ -23,6 +23,7 @@ from inferencecenter.config.sections import (
     KvType,
     LogSettings,
     LoraSettings,
+    McpServerSettings,
     ModelKind,
     Section,
     TelemetrySettings,
@@ -68,6 +69,7 @@ def bundled_model() -> Path:
 
 Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
 ModelName = Annotated[str, StringConstraints(pattern=MODEL_NAME)]
+McpServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 
 
 class ServerSettings(Section):
@@ -87,6 +89,12 @@ class ServerSettings(Section):
         "https://example.org.",
     )
     web: bool = Field(True, description="Whether the web page is served.")
+    share_links: bool = Field(
+        False,
+        description="Whether clients may share snapshots of their conversations by links, which any account of the "
+        "daemon can open.",
+    )
+    max_share_links: int = Field(50, ge=1, le=1000, description="Maximum number of share links per client.")
     ollama: bool = Field(
         False,
         description="Whether to listen on 127.0.0.1:11434 too, where clients of Ollama look for it; without TLS.",
@@ -94,8 +102,8 @@ class ServerSettings(Section):
     ollama_account: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
         None,
         description="Account of requests to Ollama's API that have no token and come from a program on this machine;"
-        " they have the scope `user` only. Without it they are refused. A reverse proxy on this machine that marks "
-        "nothing passes for such a program.",
+        " they have the scope `user` only. Without it they are refused. A reverse proxy on this machine that sets "
+        "no forwarding headers counts as such a program.",
     )
     max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Maximum size of a frame from a client.")
     max_body_bytes: int = Field(
@@ -195,8 +203,8 @@ class ServerSettings(Section):
         900.0,
         gt=0,
         le=31_536_000,
-        description="Idle seconds after which the session of a conversation expires whose client resends all "
-        "messages with each request.",
+        description="Idle seconds after which the session of a client that resends all messages with each request "
+        "expires.",
     )
     certfile: ExpandedPath | None = Field(
         None,
@@ -245,6 +253,11 @@ class SessionSettings(Section):
     )
     store: bool = Field(
         True, description="Whether sessions are stored in the state directory; otherwise they end with the daemon."
+    )
+    search: bool = Field(
+        True,
+        description="Whether the texts of stored sessions can be searched: their words are indexed in the session "
+        "file. Switching it off deletes the index at the next start.",
     )
     retention_days: float | None = Field(
         None,
@@ -452,7 +465,7 @@ class ModelEntry(Section):
     kind: ModelKind | None = Field(
         None,
         description="What the model does: `chat` generates text, `embedding` turns texts into vectors, `reranking` "
-        "scores documents for a query; if not set, what the file says.",
+        "scores documents for a query; if not set, the kind is read from the file.",
     )
     matryoshka: bool = Field(
         False,
@@ -495,6 +508,12 @@ class Settings(BaseSettings):
     models: dict[ModelName, ModelEntry] = Field(
         default_factory=dict,
         description="Models that sessions may name, as tables `[models.NAME]`.",
+        json_schema_extra={"allowed_text": "tables, see below"},
+    )
+    mcp: dict[McpServerName, McpServerSettings] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="MCP servers whose tools sessions may call, as tables `[mcp.NAME]`.",
         json_schema_extra={"allowed_text": "tables, see below"},
     )
     server: ServerSettings = Field(default_factory=ServerSettings)

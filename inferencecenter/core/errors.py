@@ -30,6 +30,7 @@ class ErrorCode(StrEnum):
     SESSION_BUSY = "session_busy"
     NOTHING_TO_ABORT = "nothing_to_abort"
     TURN_NOT_FOUND = "turn_not_found"
+    SHARE_NOT_FOUND = "share_not_found"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
     OVERLOADED = "overloaded"
@@ -92,6 +93,7 @@ _ROWS = (
     ErrorSpec(ErrorCode.SESSION_BUSY, "The session is already generating.", 409, 75, retryable=True),
     ErrorSpec(ErrorCode.NOTHING_TO_ABORT, "No turn is running in this session.", 409, 66),
     ErrorSpec(ErrorCode.TURN_NOT_FOUND, "No such turn.", 404, 66),
+    ErrorSpec(ErrorCode.SHARE_NOT_FOUND, "No such share link, or it has ended.", 404, 66),
     ErrorSpec(ErrorCode.QUEUE_FULL, "Too many turns are waiting.", 503, 75, retryable=True, retry_after_ms=1000),
     ErrorSpec(
         ErrorCode.QUEUE_TIMEOUT, "The turn waited too long for a slot.", 503, 75, retryable=True, retry_after_ms=1000

@@ -1,4 +1,4 @@
-"""Memory in use and available: of the machine, the control group (cgroup), or a process.
+"""Memory in use and available: of the machine, the control group (cgroup), or a process; and the machine's cores.
 
 Values that cannot be read are absent.
 
@@ -15,13 +15,17 @@ cache of the file.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.hardware.placement import Host
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
 
 PROC: Final = Path("/proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -164,3 +168,27 @@ def _lines(path: Path) -> list[str]:
 
 def _integer(text: str) -> int | None:
     return int(text) if _WHOLE.fullmatch(text) else None
+
+
+# The host: memory and cores.
+
+_CPUS: Final = Path("/sys/devices/system/cpu")
+
+
+def read_host() -> Host:
+    """Read this machine's memory and cores."""
+    return Host(available_bytes=available_memory_bytes(), cores=physical_cores())
+
+
+def physical_cores(cpus: Path = _CPUS) -> int:
+    """Return the number of physical cores that this process may run on."""
+    allowed = os.sched_getaffinity(0)
+    cores = {_siblings(cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list", cpu) for cpu in allowed}
+    return len(cores)
+
+
+def _siblings(listing: Path, cpu: int) -> str:
+    try:
+        return listing.read_text().strip()
+    except (OSError, ValueError):
+        return str(cpu)

@@ -7,6 +7,7 @@ daemon can provide is sent over the socket afterwards: descriptors (``send_descr
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 MODULE: Final = "inferencecenter.engine"
 _MAX_DESCRIPTORS: Final = 8
+# How often llama.cpp's threads poll a barrier before they sleep (docs/decisions/0005-spinning-threads.md).
+_SPIN_COUNT: Final = "5000"
 
 _prespawned: list[EngineChild] = []
 
@@ -39,6 +42,7 @@ class EngineChild:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
+                    env=_environment(os.environ),
                 )
             except OSError:
                 self.socket.close()
@@ -49,6 +53,13 @@ class EngineChild:
         self.socket.close()
         self.process.kill()
         self.process.communicate()
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return an engine's environment. An operator who decides how OpenMP's threads wait is obeyed."""
+    if "GOMP_SPINCOUNT" in ours or "OMP_WAIT_POLICY" in ours:
+        return dict(ours)
+    return {**ours, "GOMP_SPINCOUNT": _SPIN_COUNT}
 
 
 @contextmanager

@@ -54,11 +54,6 @@ class Decoder(Generic[Message]):
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of an incomplete frame."""
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> list[Message]:
         """Add ``data`` and return the messages that are now complete, oldest first.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _Base = TypeVar("_Base", bound=BaseModel)
 
@@ -16,11 +16,11 @@ SUBPROTOCOL: Final = "inferencecenter.v1"
 TOKEN_SUBPROTOCOL_PREFIX: Final = "token."  # noqa: S105 - the prefix, not a token
 
 
-class Dagger:
+class FirstProtocol:
     """Marks a field that belongs to the first protocol (written † in the documentation)."""
 
 
-DAGGER: Final = Dagger()
+FIRST_PROTOCOL: Final = FirstProtocol()
 
 RequestId = Annotated[str, StringConstraints(max_length=64)]
 SessionId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -38,11 +38,11 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
     op: str
-    id: Annotated[RequestId | None, DAGGER] = Field(
+    id: Annotated[RequestId | None, FIRST_PROTOCOL] = Field(
         default=None, description="Echoed in the direct reply and in every error this frame causes."
     )
 
-    dagger: ClassVar[bool] = False
+    first_protocol: ClassVar[bool] = False
     """Whether the op belongs to the first protocol."""
 
 
@@ -52,9 +52,9 @@ class Event(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     op: str
-    id: Annotated[str | None, DAGGER] = Field(default=None, description="The `id` of the frame this answers.")
+    id: Annotated[str | None, FIRST_PROTOCOL] = Field(default=None, description="The `id` of the frame this answers.")
 
-    dagger: ClassVar[bool] = False
+    first_protocol: ClassVar[bool] = False
     """Whether the op is sent to sockets of the first protocol."""
     keeps_null: ClassVar[bool] = False
     """Whether absent values are sent as null (readings that may be missing)."""
@@ -63,7 +63,7 @@ class Event(BaseModel):
 class SessionEvent(Event):
     """An event in the numbered history of a session."""
 
-    session_id: Annotated[str, DAGGER] = Field(description="The session this belongs to.")
+    session_id: Annotated[str, FIRST_PROTOCOL] = Field(description="The session this belongs to.")
     seq: int = Field(ge=1, description="Counter per session, never reused within an epoch.")
 
 
@@ -79,9 +79,10 @@ def messages_in(module: Mapping[str, object], base: type[_Base]) -> tuple[type[_
     return tuple(kind for kind in kinds if kind.__module__ == module["__name__"])
 
 
-def build_messages(*bases: type[BaseModel]) -> None:
-    """Build the validators of all subclasses, which takes tens of milliseconds."""
+def build_messages(*bases: type[BaseModel]) -> Iterator[None]:
+    """Build the validators of all subclasses, one with each iteration, which takes up to a millisecond."""
     for base in bases:
         for kind in base.__subclasses__():
             kind.model_rebuild()
-            build_messages(kind)
+            yield
+            yield from build_messages(kind)

@@ -40,7 +40,9 @@ CLOSE_CODES = (
     CloseSpec(CloseCode.OVERLOADED, "overloaded", "reconnect after a while"),
     CloseSpec(CloseCode.NOT_AUTHENTICATED, "not authenticated in time, or the token was revoked", "authenticate again"),
     CloseSpec(
-        CloseCode.TOO_SLOW, "too slow a reader (best effort: the socket is aborted and mostly sees 1006)", "reconnect"
+        CloseCode.TOO_SLOW,
+        "too slow a reader (best effort: the socket is aborted, so clients mostly see 1006)",
+        "reconnect",
     ),
     CloseSpec(CloseCode.TOO_MANY, "too many failed logins or connections", "back off"),
 )

@@ -6,22 +6,37 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field
 
-from inferencecenter.protocol.base import DAGGER, Event, SessionEvent, TurnEvent, messages_in
+from inferencecenter.protocol.base import FIRST_PROTOCOL, Event, SessionEvent, TurnEvent, messages_in
 from inferencecenter.protocol.values import (
+    AccessToken,
+    AccountSession,
+    AccountSummary,
+    AccountUsage,
+    AuditRecord,
     ChatMessage,
     ClientLimits,
     ConnectedClient,
+    DocumentScore,
     EnginePlan,
     EngineReadings,
     FinishReason,
     GpuReadings,
+    HistorySeries,
     InferenceReadings,
+    LogRecord,
+    McpCallStatus,
+    McpServer,
     ModelSummary,
     OnFull,
+    Preset,
+    PresetType,
+    PullSummary,
     ServerLimits,
+    SessionResult,
     SessionStateName,
     SessionSummary,
     SessionUsage,
+    Share,
     StatusType,
     TokenLogprobs,
     TranscriptTurn,
@@ -40,12 +55,14 @@ Logprobs: TypeAlias = Annotated[
 class Hello(Event):
     """Identity, version and readiness of the daemon."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["hello"] = "hello"
-    status: Annotated[Literal["ready", "loading", "degraded"], DAGGER] = Field(description="Whether turns can run.")
-    message: Annotated[str, DAGGER] = Field(description="Readiness as text, with loading progress.")
-    uptime_seconds: Annotated[int, DAGGER] = Field(description="Seconds since the daemon started.")
-    requires_auth: Annotated[bool, DAGGER] = Field(description="Always true.")
+    status: Annotated[Literal["ready", "loading", "degraded"], FIRST_PROTOCOL] = Field(
+        description="Whether turns can run."
+    )
+    message: Annotated[str, FIRST_PROTOCOL] = Field(description="Readiness as text, with loading progress.")
+    uptime_seconds: Annotated[int, FIRST_PROTOCOL] = Field(description="Seconds since the daemon started.")
+    requires_auth: Annotated[bool, FIRST_PROTOCOL] = Field(description="Always true.")
     protocol: int = Field(description="Version of this protocol.")
     server: str = Field(description="`inferencecenter`.")
     version: str = Field(description="Version of the daemon.")
@@ -56,10 +73,10 @@ class Hello(Event):
 class AuthSuccess(Event):
     """The socket is authenticated."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["auth_success"] = "auth_success"
-    client_id: Annotated[str, DAGGER] = Field(description="The account.")
-    max_sessions: Annotated[int, DAGGER] = Field(description="Maximum number of open sessions.")
+    client_id: Annotated[str, FIRST_PROTOCOL] = Field(description="The account.")
+    max_sessions: Annotated[int, FIRST_PROTOCOL] = Field(description="Maximum number of open sessions.")
     scopes: tuple[str, ...] = Field(description="Its rights.")
     priority: str = Field(description="Priority class of its turns.")
     limits: ClientLimits = Field(description="Limits of this client.")
@@ -68,18 +85,18 @@ class AuthSuccess(Event):
 class AuthFailed(Event):
     """The credential was not accepted; the socket may try again until its deadline."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["auth_failed"] = "auth_failed"
-    reason: Annotated[str, DAGGER] = Field(description="The reason as text.")
-    retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
+    reason: Annotated[str, FIRST_PROTOCOL] = Field(description="The reason as text.")
+    retry_after_ms: int | None = Field(default=None, description="Minimum delay before a retry, in milliseconds.")
 
 
 class SessionCreated(Event):
     """A session is open."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["session_created"] = "session_created"
-    session_id: Annotated[str, DAGGER] = Field(description="Id of the session.")
+    session_id: Annotated[str, FIRST_PROTOCOL] = Field(description="Id of the session.")
     parent: str | None = Field(default=None, description="The session from which it was forked.")
     epoch: str = Field(description="Incarnation of its event history.")
     model: str = Field(description="The model that answers.")
@@ -91,9 +108,9 @@ class SessionCreated(Event):
 class SessionError(Event):
     """A session could not be created (first protocol; v1 sockets get `error`)."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["session_error"] = "session_error"
-    error: Annotated[str, DAGGER] = Field(description="The reason as text.")
+    error: Annotated[str, FIRST_PROTOCOL] = Field(description="The reason as text.")
 
 
 class Queued(TurnEvent):
@@ -126,9 +143,9 @@ class ContextShifted(TurnEvent):
 class Token(TurnEvent):
     """New text of the answer: complete UTF-8 characters, never part of a stop string."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["token"] = "token"
-    content: Annotated[str, DAGGER] = Field(description="Text to append.")
+    content: Annotated[str, FIRST_PROTOCOL] = Field(description="Text to append.")
     logprobs: Logprobs = None
 
 
@@ -157,22 +174,24 @@ class ToolCall(TurnEvent):
 class End(TurnEvent):
     """The turn has ended."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["end"] = "end"
     finish_reason: FinishReason = Field(description="Why it ended.")
     stop: str | None = Field(default=None, description="The stop string or pattern that matched.")
     warnings: tuple[str, ...] = Field(description="Valid parameters that had no effect.")
     usage: Usage = Field(description="Tokens of the turn.")
-    stats: Annotated[TurnStats, DAGGER] = Field(description="Timings and rates of the turn.")
+    stats: Annotated[TurnStats, FIRST_PROTOCOL] = Field(description="Timings and rates of the turn.")
 
 
 class AbortStatus(Event):
     """Reply to `abort` on sockets of the first protocol."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["abort"] = "abort"
-    session_id: Annotated[str, DAGGER] = Field(description="The session.")
-    status: Annotated[Literal["aborted", "not_found"], DAGGER] = Field(description="Whether a turn was running.")
+    session_id: Annotated[str, FIRST_PROTOCOL] = Field(description="The session.")
+    status: Annotated[Literal["aborted", "not_found"], FIRST_PROTOCOL] = Field(
+        description="Whether a turn was running."
+    )
 
 
 class SessionClosed(Event):
@@ -181,9 +200,9 @@ class SessionClosed(Event):
     Also sent when a session without a socket expires.
     """
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["session_closed"] = "session_closed"
-    session_id: Annotated[str, DAGGER] = Field(description="The session.")
+    session_id: Annotated[str, FIRST_PROTOCOL] = Field(description="The session.")
 
 
 class SessionExpired(SessionEvent):
@@ -227,6 +246,9 @@ class SessionResumed(Event):
     dropped_messages: int | None = Field(
         default=None, description="Messages of the transcript that are no longer in the context, when not resumed."
     )
+    mcp_calls: tuple[McpCallStatus, ...] | None = Field(
+        default=None, description="Tool calls that the daemon runs or whose outcome is unknown, when not resumed."
+    )
 
 
 class SessionDetached(Event):
@@ -252,12 +274,38 @@ class SessionRewound(SessionEvent):
     messages: int = Field(description="Number of messages now in the session.")
 
 
+class McpCall(SessionEvent):
+    """A tool call on an MCP server has started or ended.
+
+    `done`: the result was added to the history as a message. `failed`: the tool did not run. `unknown`: it may have
+    run; the client may call it again, or append a result of its own.
+    """
+
+    op: Literal["mcp_call"] = "mcp_call"
+    call_id: str = Field(description="Id of the tool call.")
+    server: str = Field(description="The MCP server.")
+    tool: str = Field(description="The tool.")
+    call_state: Literal["running", "done", "failed", "unknown"] = Field(description="Its state.")
+    content: str | None = Field(default=None, description="The result, when it is `done`.")
+    is_error: bool | None = Field(default=None, description="Whether the tool reported an error, when it is `done`.")
+    detail: str = Field(default="", description="Why there is no result, as text.")
+
+
 class MetadataSet(Event):
     """The metadata of a session was set or replaced; sent to all sockets of its client."""
 
     op: Literal["metadata_set"] = "metadata_set"
     session_id: str = Field(description="The session.")
     metadata: dict[str, str] = Field(description="The complete metadata.")
+
+
+class ModelSet(Event):
+    """A session has another model, by `set_model` of this client."""
+
+    op: Literal["model_set"] = "model_set"
+    session_id: str = Field(description="The session.")
+    model: str = Field(description="The model of its next turn.")
+    n_ctx: int = Field(description="Context size in tokens; that of its first model until this one was loaded.")
 
 
 class Session(Event):
@@ -271,13 +319,17 @@ class Session(Event):
     model: str = Field(description="The model that answers.")
     n_ctx: int = Field(description="Context size in tokens.")
     n_tokens: int = Field(description="Tokens of the history.")
-    on_full: OnFull = Field(description="Behaviour when the context is full.")
+    on_full: OnFull = Field(description="Behavior when the context is full.")
     dropped_messages: int = Field(description="Messages of the transcript that are no longer in the context.")
     params: dict[str, Any] = Field(description="Effective parameters of the session level.")
     metadata: dict[str, str] = Field(description="Metadata given at creation or by the latest `set_metadata`.")
     transcript: tuple[ChatMessage, ...] = Field(description="All messages; a running turn is not part of it yet.")
     turns: tuple[TranscriptTurn, ...] = Field(description="The most recent ended turns.")
     usage: Usage = Field(description="Tokens of all its turns.")
+    mcp_calls: tuple[McpCallStatus, ...] | None = Field(
+        default=None,
+        description="Tool calls that the daemon runs or whose outcome is unknown; absent if there is none.",
+    )
 
 
 class Sessions(Event):
@@ -289,22 +341,35 @@ class Sessions(Event):
     session_usage: SessionUsage | None = Field(default=None, description="How much of its limits the client uses.")
 
 
+class SessionsFound(Event):
+    """The sessions that match a search, most recently used first."""
+
+    op: Literal["sessions_found"] = "sessions_found"
+    results: tuple[SessionResult, ...] = Field(description="The page.")
+    next: str | None = Field(default=None, description="Cursor: pass it as `after` to get the next page.")
+    indexed: float | None = Field(
+        default=None,
+        description="Indexed share of the stored sessions, from 0 to 1; absent if all are indexed. The latest are "
+        "indexed first.",
+    )
+
+
 class Metrics(Event):
     """Readings of the GPU, the engine and the load."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     keeps_null: ClassVar[bool] = True
     op: Literal["metrics"] = "metrics"
-    timestamp: Annotated[float, DAGGER] = Field(description="Unix seconds.")
-    gpu: Annotated[GpuReadings, DAGGER] = Field(description="The first GPU.")
-    inference: Annotated[InferenceReadings, DAGGER] = Field(description="The work.")
+    timestamp: Annotated[float, FIRST_PROTOCOL] = Field(description="Unix seconds.")
+    gpu: Annotated[GpuReadings, FIRST_PROTOCOL] = Field(description="The first GPU.")
+    inference: Annotated[InferenceReadings, FIRST_PROTOCOL] = Field(description="The work.")
     engine: EngineReadings = Field(description="The engine process.")
 
 
 class MetricsSubscribed(Event):
     """Metrics frames will follow."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["metrics_subscribed"] = "metrics_subscribed"
     interval_ms: int = Field(description="Milliseconds between frames.")
 
@@ -312,8 +377,24 @@ class MetricsSubscribed(Event):
 class MetricsUnsubscribed(Event):
     """No more metrics frames follow."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["metrics_unsubscribed"] = "metrics_unsubscribed"
+
+
+class HistoryReport(Event):
+    """Load and work in steps of equal length; each column has a value for each step, null where there is no reading."""
+
+    keeps_null: ClassVar[bool] = True
+    op: Literal["metrics_history"] = "metrics_history"
+    starts_at: float = Field(description="Unix seconds at which the first step begins.")
+    resolution_s: int = Field(description="Seconds of a step.")
+    columns: dict[str, tuple[float | None, ...]] = Field(
+        description="Means of the daemon's readings: `running`, `waiting`, `sessions`, `parked_sessions`, "
+        "`tokens_per_s`, `vram_used_mb`, `gpu_temp`, `rss_mb`."
+    )
+    series: tuple[HistorySeries, ...] = Field(
+        description="Work by model or client, at most eight and the rest, the most generated tokens first."
+    )
 
 
 class Status(Event):
@@ -337,6 +418,34 @@ class UsageReport(Event):
     left: UsageLeft | None = Field(default=None, description="Remaining quota; only in a client's own report.")
 
 
+class UsageByAccount(Event):
+    """Usage of the accounts that used the most tokens, at most 50, in descending order."""
+
+    op: Literal["usage_by_account"] = "usage_by_account"
+    usage_by_account: tuple[AccountUsage, ...] = Field(description="The accounts.")
+    omitted_accounts: int = Field(description="Number of further accounts with usage.")
+
+
+class LogSubscribed(Event):
+    """Log events will follow."""
+
+    op: Literal["log_subscribed"] = "log_subscribed"
+
+
+class LogUnsubscribed(Event):
+    """No more log events follow."""
+
+    op: Literal["log_unsubscribed"] = "log_unsubscribed"
+
+
+class Log(Event):
+    """Lines of the daemon's log, at most twice per second."""
+
+    op: Literal["log"] = "log"
+    log_lines: tuple[LogRecord, ...] = Field(description="The lines, oldest first.")
+    skipped: int = Field(description="Number of lines omitted before them.")
+
+
 class Clients(Event):
     """The connected clients."""
 
@@ -352,11 +461,85 @@ class Kicked(Event):
     connections: int = Field(description="Number of sockets closed.")
 
 
+class AccountsListed(Event):
+    """A page of the accounts."""
+
+    op: Literal["accounts"] = "accounts"
+    accounts: tuple[AccountSummary, ...] = Field(description="The page.")
+    next: str | None = Field(default=None, description="Cursor: pass it as `after` to get the next page.")
+
+
+class AccountChanged(Event):
+    """An account that was read, created or changed."""
+
+    op: Literal["account"] = "account"
+    account: AccountSummary = Field(description="The account.")
+    session_usage: SessionUsage | None = Field(
+        default=None, description="How much it stores; only in the reply to `get_account`."
+    )
+
+
+class AccountDeleted(Event):
+    """An account was deleted, with its tokens."""
+
+    op: Literal["account_deleted"] = "account_deleted"
+    client_id: str = Field(description="The account.")
+    sessions: Literal["delete", "keep"] = Field(description="What happened to its sessions.")
+    revoked_tokens: int = Field(description="Number of its tokens that were still valid or had expired.")
+
+
+class TokensListed(Event):
+    """A page of the tokens."""
+
+    op: Literal["access_tokens"] = "access_tokens"
+    access_tokens: tuple[AccessToken, ...] = Field(description="The page.")
+    next: str | None = Field(default=None, description="Cursor: pass it as `after` to get the next page.")
+
+
+class TokenChanged(Event):
+    """A token that was changed or revoked."""
+
+    op: Literal["access_token"] = "access_token"
+    access_token: AccessToken = Field(description="The token.")
+
+
+class TokenIssued(Event):
+    """A new token with its secret, which is sent once and not stored."""
+
+    op: Literal["new_token"] = "new_token"
+    token: str = Field(description="The token, `ic_<id>_<secret>`.")
+    access_token: AccessToken = Field(description="The token as listed by `list_tokens`.")
+
+
+class AllSessions(Event):
+    """A page of the sessions of all accounts."""
+
+    op: Literal["all_sessions"] = "all_sessions"
+    all_sessions: tuple[AccountSession, ...] = Field(description="The page.")
+    next: str | None = Field(default=None, description="Cursor: pass it as `after` to get the next page.")
+
+
+class SessionPurged(Event):
+    """A session was ended and deleted."""
+
+    op: Literal["session_purged"] = "session_purged"
+    session_id: str = Field(description="The session.")
+
+
+class AuditPage(Event):
+    """A page of the audit log."""
+
+    op: Literal["audit_log"] = "audit_log"
+    audit_lines: tuple[AuditRecord, ...] = Field(description="The page, newest first.")
+    older: int | None = Field(default=None, description="Cursor: pass it as `before` to get the next page.")
+    audit_events: tuple[str, ...] = Field(description="All events of the audit log.")
+
+
 class Draining(Event):
     """The daemon is about to stop; `going_away` follows on every socket."""
 
     op: Literal["draining"] = "draining"
-    deadline_ms: int = Field(description="Milliseconds until running turns are cut off.")
+    deadline_ms: int = Field(description="Milliseconds until running turns are interrupted.")
 
 
 class Pong(Event):
@@ -375,15 +558,81 @@ class EngineChanged(Event):
 
 
 class Embeddings(Event):
-    """The vectors of the texts of `embed`, in their order."""
+    """The embedding vectors of the texts of `embed`, in the same order."""
 
     op: Literal["embeddings"] = "embeddings"
     model: str = Field(description="The model.")
-    dimensions: int = Field(description="Length of each vector.")
+    dimensions: int = Field(description="Number of dimensions of each vector.")
     vectors: tuple[str, ...] = Field(
-        description="The vectors, each of length 1, as base64 of little-endian 32-bit floats."
+        description="The vectors, normalized to length 1, as base64 of little-endian 32-bit floats."
     )
     prompt_tokens: int = Field(description="Tokens of the texts.")
+
+
+class ShareCreated(Event):
+    """A share link was created. No other message has its secret.
+
+    The web page opens it at `#/s/SHARE_ID/SHARE_TOKEN`; programs read it with `GET /shares/{share_id}`.
+    """
+
+    op: Literal["share_created"] = "share_created"
+    share: Share = Field(description="The share.")
+    share_token: str = Field(description="Its secret.")
+
+
+class Shares(Event):
+    """The client's valid share links, oldest first."""
+
+    op: Literal["shares"] = "shares"
+    shares: tuple[Share, ...] = Field(description="The shares.")
+
+
+class ShareRevoked(Event):
+    """The share link was revoked."""
+
+    op: Literal["share_revoked"] = "share_revoked"
+    share_id: str = Field(description="The share.")
+
+
+class McpTools(Event):
+    """The MCP servers that the client may use, and their tools."""
+
+    op: Literal["mcp_tools"] = "mcp_tools"
+    mcp_servers: tuple[McpServer, ...] = Field(description="The servers.")
+
+
+class DocumentScores(Event):
+    """The scores of the documents of `rerank`, the best first."""
+
+    op: Literal["document_scores"] = "document_scores"
+    model: str = Field(description="The model.")
+    results: tuple[DocumentScore, ...] = Field(description="The documents.")
+    prompt_tokens: int = Field(description="Tokens of the query with each document.")
+
+
+class Presets(Event):
+    """The client's presets, by type and name."""
+
+    op: Literal["presets"] = "presets"
+    presets: tuple[Preset, ...] = Field(description="All presets.")
+    stored: bool = Field(description="Whether they are stored, and so survive a restart of the daemon.")
+    max_presets: int = Field(description="Maximum number.")
+    max_preset_chars: int = Field(description="Maximum number of characters of all presets together, as JSON.")
+
+
+class PresetSaved(Event):
+    """A preset was saved, by `save_preset` of this client."""
+
+    op: Literal["preset_saved"] = "preset_saved"
+    preset: Preset = Field(description="The preset.")
+
+
+class PresetDeleted(Event):
+    """A preset was deleted, by `delete_preset` of this client."""
+
+    op: Literal["preset_deleted"] = "preset_deleted"
+    preset_type: PresetType = Field(description="Its type.")
+    name: str = Field(description="Its name.")
 
 
 class Models(Event):
@@ -420,6 +669,27 @@ class ModelUnloaded(Event):
     model: str = Field(description="The model.")
 
 
+class Pull(Event):
+    """A download of a model."""
+
+    op: Literal["pull"] = "pull"
+    pull: PullSummary = Field(description="The download.")
+
+
+class Pulls(Event):
+    """Running downloads and the most recently ended ones."""
+
+    op: Literal["pulls"] = "pulls"
+    pulls: tuple[PullSummary, ...] = Field(description="The downloads, oldest first.")
+
+
+class ModelRemoved(Event):
+    """The files of the model were deleted."""
+
+    op: Literal["model_removed"] = "model_removed"
+    model: str = Field(description="The model.")
+
+
 class Thermal(Event):
     """The thermal state of the GPUs changed, and the daemon adapts its load."""
 
@@ -440,7 +710,7 @@ class StorageChanged(Event):
     state: Literal["ok", "unavailable"] = Field(description="Whether storage accepts writes.")
     detail: str = Field(default="", description="Why it does not, as text.")
     retry_after_ms: int | None = Field(
-        default=None, description="Earliest useful retry of a refused request, in milliseconds."
+        default=None, description="Minimum delay before a refused request is repeated, in milliseconds."
     )
 
 
@@ -448,25 +718,25 @@ class GoingAway(Event):
     """The daemon is about to stop."""
 
     op: Literal["going_away"] = "going_away"
-    deadline_ms: int = Field(description="Milliseconds until running turns are cut off.")
+    deadline_ms: int = Field(description="Milliseconds until running turns are interrupted.")
     resume: bool = Field(description="Whether sessions can be resumed afterwards.")
 
 
 class Error(Event):
     """A request or turn failed; the connection and the session stay usable."""
 
-    dagger: ClassVar[bool] = True
+    first_protocol: ClassVar[bool] = True
     op: Literal["error"] = "error"
     code: str = Field(description="Code from the error table.")
     message: str = Field(description="Description of the error.")
-    error: Annotated[str, DAGGER] = Field(description="Equal to `message`.")
+    error: Annotated[str, FIRST_PROTOCOL] = Field(description="Equal to `message`.")
     hint: str | None = Field(default=None, description="How to resolve it.")
     field: str | None = Field(default=None, description="Path of the offending field.")
-    session_id: Annotated[str | None, DAGGER] = Field(default=None, description="The session concerned.")
+    session_id: Annotated[str | None, FIRST_PROTOCOL] = Field(default=None, description="The session concerned.")
     seq: int | None = Field(default=None, description="Sequence number; set when the error ends a turn.")
     turn_id: str | None = Field(default=None, description="The turn that the error ends.")
     retryable: bool = Field(description="Whether the same request may succeed later.")
-    retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
+    retry_after_ms: int | None = Field(default=None, description="Minimum delay before a retry, in milliseconds.")
 
 
 AnyEvent: Any = reduce(or_, messages_in(vars(), Event))

@@ -251,7 +251,7 @@ class Params(BaseModel):
     dry_base: float = _number(
         1.75, (1, 100), "Growth of the DRY penalty with each further token of the repeated sequence."
     )
-    dry_allowed_length: int = _integer(2, (1, MAX_TOKENS), "Tokens a sequence may repeat before DRY penalises it.")
+    dry_allowed_length: int = _integer(2, (1, MAX_TOKENS), "Tokens a sequence may repeat before DRY penalizes it.")
     dry_penalty_last_n: int = _integer(
         -1, (-1, MAX_TOKENS), "How many tokens back DRY looks; 0 is off, -1 is the whole context."
     )

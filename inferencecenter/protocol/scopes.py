@@ -25,8 +25,10 @@ SCOPES: Final[Mapping[Scope, str]] = MappingProxyType(
     {
         Scope.USER: "Open sessions, generate, and read the client's own sessions and the metrics.",
         Scope.PRIORITY: "Raise the priority class of the client's own turns above the account's.",
-        Scope.OPERATOR: "Read the status and usage of all clients and /metrics, swap models, drain the daemon.",
-        Scope.ADMIN: "List which clients are connected, and close their sockets.",
+        Scope.OPERATOR: "Read the status and usage of all clients and /metrics, swap, pull and delete models, drain "
+        "the daemon.",
+        Scope.ADMIN: "List which clients are connected, and close their sockets; manage accounts and tokens; list and "
+        "delete sessions of all clients, without reading them; read the log and the audit log.",
     }
 )
 

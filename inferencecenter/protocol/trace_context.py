@@ -35,7 +35,7 @@ def check_traceparent(value: str) -> str:
 
 
 def read_traceparent(header: str | None) -> str | None:
-    """Return the value of an HTTP header, or ``None`` for an invalid one, which the standard says to ignore."""
+    """Return the value of an HTTP header, or ``None`` for an invalid one, which has to be ignored."""
     try:
         return None if header is None else check_traceparent(header.strip())
     except ValueError:

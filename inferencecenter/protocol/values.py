@@ -1,10 +1,11 @@
 """Values shared by several messages."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from inferencecenter.protocol.base import DAGGER
+from inferencecenter.protocol.base import FIRST_PROTOCOL
 
 Mode = Literal["chat", "raw"]
 OnFull = Literal["shift", "stop"]
@@ -34,6 +35,8 @@ ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 MAX_CALLS: Final = 128
 """Maximum number of tool calls of a message."""
+MAX_TOOLS: Final = 128
+"""Maximum number of tools of a turn."""
 
 
 class Tool(Value):
@@ -48,6 +51,48 @@ class Tool(Value):
         default=True,
         description="Whether a keyword of the schema that cannot be enforced is refused; otherwise it is left to the "
         "model, with a warning.",
+    )
+
+
+def check_tool_names(tools: Sequence[Tool] | None) -> None:
+    """Raise ``ValueError`` if two tools have the same name."""
+    names = [tool.name for tool in tools or ()]
+    if len(set(names)) < len(names):
+        raise ValueError("two tools have the same name")
+
+
+McpServerLabel = Annotated[str, StringConstraints(min_length=1, max_length=32)]
+McpToolLabel = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+
+
+class McpTool(Value):
+    """A tool of an MCP server that the client may call."""
+
+    name: str = Field(description="Its name.")
+    description: str = Field(description="What it does, as described by the server.")
+    parameters: dict[str, Any] = Field(description="JSON Schema of its arguments.")
+    approval: Literal["always", "never"] = Field(
+        description="Whether the user must approve each call: `always`, or `never` for a harmless tool."
+    )
+
+
+class McpServer(Value):
+    """An MCP server that the operator declared, and its tools."""
+
+    server: str = Field(description="Its name.")
+    mcp_tools: tuple[McpTool, ...] = Field(description="The tools that may be called.")
+    detail: str = Field(default="", description="Why they cannot be listed, as text.")
+
+
+class McpCallStatus(Value):
+    """A tool call that the daemon runs, or whose outcome is unknown."""
+
+    call_id: str = Field(description="Id of the tool call.")
+    server: str = Field(description="The MCP server.")
+    tool: str = Field(description="The tool.")
+    call_state: Literal["running", "unknown"] = Field(
+        description="`unknown` after a restart or an abort during the call: it may have run. It is never repeated "
+        "automatically."
     )
 
 
@@ -92,19 +137,63 @@ class ChatMessage(Value):
 
 
 class InfillFile(Value):
-    """Another text that the model should know, such as a part of a file."""
+    """Additional context for the model, such as a part of a file."""
 
     filename: Annotated[str, StringConstraints(max_length=4096)] = Field(default="tmp", description="Its name.")
     text: str = Field(description="The text.")
 
 
 class Infill(Value):
-    """What surrounds the text to be generated, beside the session's text before it."""
+    """Context of the text to be generated, in addition to the session's text before it."""
 
     suffix: str = Field(description="Text after the gap; may be empty.")
     extra: Annotated[tuple[InfillFile, ...], Field(max_length=256, strict=False, fail_fast=True)] = Field(
         default=(), description="Other texts, the least important first."
     )
+
+
+MAX_PRESET_TEXT_CHARS: Final = 65_536
+PresetType = Literal["settings", "prompt"]
+PresetName = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+PresetText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_PRESET_TEXT_CHARS)]
+
+
+class Preset(Value):
+    """Named settings of conversations, or a named prompt, of a client, for all its devices."""
+
+    preset_type: PresetType = Field(
+        description="`settings` has a system prompt, parameters, tools and the format of answers, each optional; "
+        "`prompt` has a `text`."
+    )
+    name: PresetName = Field(description="Its name, unique for its type.")
+    text: PresetText | None = Field(
+        default=None, description="Text of a prompt; `{{name}}` is a placeholder, filled in when the prompt is used."
+    )
+    system: PresetText | None = Field(default=None, description="System prompt.")
+    params: dict[str, Any] | None = Field(default=None, description="Parameters, as in `infer`.")
+    json_schema: dict[str, Any] | bool | None = Field(default=None, description="JSON Schema, as in `infer`.")
+    regex: PresetText | None = Field(default=None, description="Regular expression, as in `infer`.")
+    grammar: PresetText | None = Field(default=None, description="Grammar, as in `infer`.")
+    tools: list[Tool] | None = Field(
+        default=None, min_length=1, max_length=MAX_TOOLS, fail_fast=True, description="Tools, as in `infer`."
+    )
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> Self:
+        set_ = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if self.preset_type == "prompt":
+            wrong = [name for name in set_ if name not in ("preset_type", "name", "text")]
+            if wrong:
+                raise ValueError(f"a prompt has no {wrong[0]}")
+            if self.text is None:
+                raise ValueError("a prompt needs a text")
+        elif self.text is not None:
+            raise ValueError("settings have no text")
+        forms = [name for name in ("json_schema", "regex", "grammar") if name in set_]
+        if len(forms) > 1:
+            raise ValueError(f"{forms[0]} excludes {forms[1]}")
+        check_tool_names(self.tools)
+        return self
 
 
 class Usage(Value):
@@ -121,10 +210,10 @@ class Usage(Value):
 class TurnStats(Value):
     """Timings and rates of one turn."""
 
-    ttft_ms: Annotated[float, DAGGER] = Field(description="Milliseconds from `infer` to the first token.")
-    total_ms: Annotated[float, DAGGER] = Field(description="Milliseconds from `infer` to the end.")
-    tokens: Annotated[int, DAGGER] = Field(description="Tokens generated.")
-    tps: Annotated[float, DAGGER] = Field(description="Tokens per second after the first token.")
+    ttft_ms: Annotated[float, FIRST_PROTOCOL] = Field(description="Milliseconds from `infer` to the first token.")
+    total_ms: Annotated[float, FIRST_PROTOCOL] = Field(description="Milliseconds from `infer` to the end.")
+    tokens: Annotated[int, FIRST_PROTOCOL] = Field(description="Tokens generated.")
+    tps: Annotated[float, FIRST_PROTOCOL] = Field(description="Tokens per second after the first token.")
     prompt_tokens: int = Field(description="Tokens of the prompt, including the history.")
     cached_tokens: int = Field(description="Of those, tokens whose KV was reused.")
     queue_ms: float = Field(description="Milliseconds spent waiting for a slot.")
@@ -163,6 +252,107 @@ class ClientLimits(Value):
     models: tuple[str, ...] | None = Field(default=None, description="Models that may be used.")
 
 
+class AccessLimitChanges(Value):
+    """Limits of an account or a token: an absent one is inherited from the next higher level, null is no limit."""
+
+    requests_per_minute: int | None = Field(default=None, ge=1, le=10**12, description="Turns per minute.")
+    tokens_per_minute: int | None = Field(
+        default=None, ge=1, le=10**12, description="Prefilled and generated tokens per minute."
+    )
+    tokens_per_day: int | None = Field(
+        default=None, ge=1, le=10**12, description="The same per day, which begins at midnight UTC."
+    )
+    concurrent_turns: int | None = Field(
+        default=None, ge=1, le=10**12, description="Turns that may run or wait at once."
+    )
+    max_tokens: int | None = Field(default=None, ge=1, le=10**9, description="Maximum tokens of one answer.")
+    models: (
+        Annotated[
+            tuple[Annotated[str, StringConstraints(min_length=1, max_length=256)], ...],
+            Field(max_length=256, strict=False, fail_fast=True),
+        ]
+        | None
+    ) = Field(default=None, description="Names of the models that may be used.")
+    addresses: (
+        Annotated[
+            tuple[Annotated[str, StringConstraints(min_length=1, max_length=64)], ...],
+            Field(max_length=256, strict=False, fail_fast=True),
+        ]
+        | None
+    ) = Field(default=None, description="Addresses or networks from which the token is accepted.")
+
+
+AccessLimitValues = dict[str, int | tuple[str, ...] | None]
+"""Limits that are set, by name; null is no limit."""
+
+
+class AccountSummary(Value):
+    """An account in a list."""
+
+    client_id: str = Field(description="The account.")
+    source: Literal["database", "file"] = Field(
+        description="Where it is: in the daemon's database, or in `clients.toml`, where operators change it."
+    )
+    scopes: tuple[str, ...] = Field(description="Its scopes.")
+    priority: Priority = Field(description="Its priority class.")
+    max_sessions: int = Field(description="Maximum number of live sessions.")
+    retention_days: float | None = Field(
+        default=None, description="Days after its last use at which a session is deleted; absent if not its own."
+    )
+    archive_mib: int | None = Field(
+        default=None, description="Mi characters that its stored sessions may hold; absent if not its own."
+    )
+    created_at: float | None = Field(default=None, description="Unix seconds; absent for one of `clients.toml`.")
+    unrevoked_tokens: int = Field(description="Number of tokens that are not revoked.")
+    access_limits: AccessLimitValues = Field(description="Its own limits.")
+
+
+class AccessToken(Value):
+    """A token in a list; its secret is not stored."""
+
+    token_id: str = Field(description="Its id.")
+    client_id: str = Field(description="Its account.")
+    name: str = Field(description="Its purpose.")
+    created_at: float = Field(description="Unix seconds.")
+    expires_at: float | None = Field(default=None, description="Unix seconds; absent if it does not expire.")
+    last_used_at: float | None = Field(default=None, description="Unix seconds; absent if it has not been used yet.")
+    revoked: bool = Field(description="Whether it was revoked.")
+    access_limits: AccessLimitValues = Field(description="Its own limits.")
+
+
+class AccountSession(Value):
+    """A session of any account, without its content: neither text nor metadata."""
+
+    session_id: str = Field(description="The session.")
+    client_id: str = Field(description="The account.")
+    model: str = Field(description="The model that answers; empty for the default model of an archived one.")
+    messages: int = Field(description="Messages of the history.")
+    tokens: int = Field(description="Tokens of the history.")
+    created_at: float = Field(description="Unix seconds.")
+    last_used_at: float = Field(description="Unix seconds.")
+    state: SessionStateName = Field(description="State of the session.")
+    archived: bool = Field(description="Whether it is archived: stored, but not in memory.")
+    stored: bool = Field(description="Whether it is stored.")
+    attached: bool = Field(description="Whether a socket receives its events.")
+
+
+class AuditRecord(Value):
+    """A line of the audit log. It stands for `count` equal events from `at` to `last_at`."""
+
+    line_id: int = Field(description="Its number.")
+    at: float = Field(description="Unix seconds.")
+    last_at: float = Field(description="Unix seconds.")
+    count: int = Field(description="Number of equal events within a minute.")
+    event: str = Field(description="What happened.")
+    client_id: str | None = Field(default=None, description="The account concerned, or that acted.")
+    token_id: str | None = Field(default=None, description="The token concerned, or that was used.")
+    address: str | None = Field(default=None, description="The remote address.")
+    detail: str = Field(description="Further details.")
+    actor: str | None = Field(
+        default=None, description="The acting administrator; `client_id` is then the account concerned."
+    )
+
+
 class UsageDay(Value):
     """Usage of the turns that ended on one day."""
 
@@ -171,6 +361,30 @@ class UsageDay(Value):
     prompt_tokens: int = Field(description="Tokens of the prompts.")
     cached_tokens: int = Field(description="Of those, tokens whose KV was reused; limits do not count them.")
     completion_tokens: int = Field(description="Tokens generated.")
+
+
+class HistorySeries(Value):
+    """Turns of one model or client that ended in each step."""
+
+    group: str | None = Field(default=None, description="The model or client; null for all others together.")
+    columns: dict[str, tuple[float | None, ...]] = Field(
+        description="Sums `turns`, `failed_turns`, `prompt_tokens`, `completion_tokens`, and the mean `ttft_ms`."
+    )
+
+
+class AccountUsage(Value):
+    """Usage of an account by day; days without a turn are omitted."""
+
+    client_id: str = Field(description="The account.")
+    days: tuple[UsageDay, ...] = Field(description="Its usage by day, the latest last.")
+
+
+class LogRecord(Value):
+    """A line of the daemon's log, without secrets and cut to 1,000 characters."""
+
+    at: float = Field(description="Unix seconds.")
+    level: str = Field(description="Its level: `debug`, `info`, `warning`, `error` or `critical`.")
+    text: str = Field(description="The line.")
 
 
 class UsageLeft(Value):
@@ -202,6 +416,18 @@ class ServerLimits(Value):
 
     max_frame_bytes: int = Field(description="Maximum bytes of one frame.")
     auth_timeout_s: float = Field(description="Seconds a socket has to authenticate.")
+    max_share_links: int = Field(default=0, description="Maximum number of share links of a client; 0 if they are off.")
+
+
+class Share(Value):
+    """A share link, without its secret."""
+
+    share_id: str = Field(description="The share.")
+    session_id: str = Field(description="The session that was shared.")
+    title: str = Field(description="`title` of the session's metadata at that time; may be empty.")
+    created_at: float = Field(description="Unix seconds.")
+    expires_at: float | None = Field(default=None, description="Unix seconds; absent if it does not expire.")
+    messages: int = Field(description="Number of messages that are shared.")
 
 
 class TranscriptTurn(Value):
@@ -211,6 +437,7 @@ class TranscriptTurn(Value):
     finish_reason: str = Field(description="How it ended.")
     messages: int = Field(ge=0, description="Length of the transcript at its end; the last message is its answer.")
     usage: Usage = Field(description="Its tokens.")
+    ended_at: float | None = Field(default=None, description="Unix seconds; absent if it ended before version 0.2.")
 
 
 class SessionSummary(Value):
@@ -226,8 +453,35 @@ class SessionSummary(Value):
     last_used_at: float = Field(description="Unix seconds.")
     metadata: dict[str, str] = Field(description="Metadata given at creation or by the latest `set_metadata`.")
     archived: bool = Field(
-        default=False, description="Whether it is only stored; any request that names it loads it. Absent if not."
+        default=False,
+        description="Whether it is archived: only stored, and loaded by any request that names it. Absent if not.",
     )
+
+
+class TextRange(Value):
+    """A range of characters (Unicode code points)."""
+
+    start: int = Field(ge=0, description="Number of its first character, from 0.")
+    end: int = Field(ge=0, description="Number of the character after it.")
+
+
+class TextHit(Value):
+    """A message of a session, or its title, that contains words of the query."""
+
+    snippet: str = Field(description="Part of the text, up to 160 characters, in one line.")
+    marks: tuple[TextRange, ...] = Field(description="Positions of these words in `snippet`.")
+    message_index: int | None = Field(
+        default=None, description="Number of the message in the transcript, from 0; absent for the title."
+    )
+    role: Role | None = Field(default=None, description="Role of the message; absent for the title.")
+    turn_id: str | None = Field(default=None, description="The turn of the message; absent if it has none.")
+
+
+class SessionResult(Value):
+    """A session that matches a search."""
+
+    session: SessionSummary = Field(description="The session.")
+    hits: tuple[TextHit, ...] = Field(description="Up to 3 hits, those with all words first.")
 
 
 class SessionUsage(Value):
@@ -244,10 +498,19 @@ class SessionUsage(Value):
     stored_chars: int = Field(
         description="Characters that all sessions hold; each archived one counts 4,096 in addition."
     )
-    max_stored_chars: int = Field(description="Where further stored sessions are refused; nothing is deleted.")
+    max_stored_chars: int = Field(
+        description="Limit beyond which further stored sessions are refused; nothing is deleted."
+    )
     retention_days: float | None = Field(
         default=None, description="Days after its last use at which a session is deleted; absent if none is."
     )
+
+
+class DocumentScore(Value):
+    """The score of one document."""
+
+    index: int = Field(description="Index of the document in the request.")
+    relevance_score: float = Field(description="The model's score; higher is more relevant, the scale is the model's.")
 
 
 class ModelSummary(Value):
@@ -256,7 +519,7 @@ class ModelSummary(Value):
     name: str = Field(description="Its name for `create_session` and `load_model`.")
     default: bool = Field(description="Whether it is the default model, used by sessions that name none.")
     kind: Literal["chat", "embedding", "reranking"] = Field(
-        default="chat", description="What it does: it has sessions, takes `embed`, or ranks documents over HTTP."
+        default="chat", description="What it does: it has sessions, takes `embed`, or takes `rerank`."
     )
     state: Literal["unloaded", "loading", "loaded", "asleep", "failed"] = Field(
         description="Its state; a turn loads a model that is `unloaded` or `asleep`."
@@ -266,6 +529,23 @@ class ModelSummary(Value):
     slots: int | None = Field(default=None, description="Maximum number of concurrent turns.")
     parameters: int | None = Field(default=None, description="Parameters.")
     size_mb: float | None = Field(default=None, description="Size of its weights in MiB.")
+    has_chat_template: bool | None = Field(
+        default=None, description="Whether its file has a chat template; a base model has none, and continues text."
+    )
+    load_fraction: float | None = Field(default=None, description="Fraction that is loaded, while it is `loading`.")
+
+
+class PullSummary(Value):
+    """A download of a model and its progress."""
+
+    reference: str = Field(description="What was requested.")
+    phase: Literal["running", "done", "failed", "cancelled"] = Field(description="Its phase.")
+    requested_by: str = Field(description="The account that requested it.")
+    model: str | None = Field(default=None, description="Name of the model, when the download is done.")
+    file: str | None = Field(default=None, description="The file being downloaded; absent before the first byte.")
+    done_bytes: int = Field(default=0, description="Bytes received.")
+    total_bytes: int = Field(default=0, description="Bytes of all files; 0 until it is known.")
+    detail: str = Field(default="", description="Why it failed, as text.")
 
 
 PlanText = Annotated[str, StringConstraints(max_length=512)]
@@ -332,13 +612,13 @@ class EnginePlan(Value):
 class GpuReadings(Value):
     """Readings of the first GPU; null without a GPU or the reading."""
 
-    temp: Annotated[float | None, DAGGER] = Field(description="Degrees Celsius.")
-    vram_total_mb: Annotated[float | None, DAGGER] = Field(description="Memory, in MiB.")
-    vram_used_mb: Annotated[float | None, DAGGER] = Field(description="Memory in use by all processes, in MiB.")
-    vram_free_mb: Annotated[float | None, DAGGER] = Field(description="Free memory, in MiB.")
-    power_watts: Annotated[float | None, DAGGER] = Field(description="Power drawn.")
-    fan_percent: Annotated[float | None, DAGGER] = Field(description="Fan speed.")
-    throttling: Annotated[bool | None, DAGGER] = Field(description="Whether the GPU throttles its clock.")
+    temp: Annotated[float | None, FIRST_PROTOCOL] = Field(description="Degrees Celsius.")
+    vram_total_mb: Annotated[float | None, FIRST_PROTOCOL] = Field(description="Memory, in MiB.")
+    vram_used_mb: Annotated[float | None, FIRST_PROTOCOL] = Field(description="Memory in use by all processes, in MiB.")
+    vram_free_mb: Annotated[float | None, FIRST_PROTOCOL] = Field(description="Free memory, in MiB.")
+    power_watts: Annotated[float | None, FIRST_PROTOCOL] = Field(description="Power drawn.")
+    fan_percent: Annotated[float | None, FIRST_PROTOCOL] = Field(description="Fan speed.")
+    throttling: Annotated[bool | None, FIRST_PROTOCOL] = Field(description="Whether the GPU throttles its clock.")
     name: str | None = Field(description="The device.")
     utilization: float | None = Field(description="Percent.")
     throttle_reasons: tuple[str, ...] | None = Field(description="Throttle reasons as named by NVML.")
@@ -347,11 +627,13 @@ class GpuReadings(Value):
 class InferenceReadings(Value):
     """Load and throughput of the engine."""
 
-    active_generations: Annotated[int, DAGGER] = Field(description="Turns that run or wait.")
-    total_sessions: Annotated[int, DAGGER] = Field(description="Open sessions.")
-    last_tps: Annotated[float, DAGGER] = Field(description="Tokens per second of the turn that ended last.")
-    last_ttft_ms: Annotated[float, DAGGER] = Field(description="Its time to the first token.")
-    total_tokens_generated: Annotated[int, DAGGER] = Field(description="Tokens generated since the daemon started.")
+    active_generations: Annotated[int, FIRST_PROTOCOL] = Field(description="Turns that run or wait.")
+    total_sessions: Annotated[int, FIRST_PROTOCOL] = Field(description="Open sessions.")
+    last_tps: Annotated[float, FIRST_PROTOCOL] = Field(description="Tokens per second of the turn that ended last.")
+    last_ttft_ms: Annotated[float, FIRST_PROTOCOL] = Field(description="Its time to the first token.")
+    total_tokens_generated: Annotated[int, FIRST_PROTOCOL] = Field(
+        description="Tokens generated since the daemon started."
+    )
     queue_depth: int = Field(description="Turns that wait for a slot.")
     tokens_per_s: float = Field(description="Tokens per second over the last ten seconds.")
     slots_used: int = Field(description="Slots in which a turn runs.")

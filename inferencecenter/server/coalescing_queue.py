@@ -51,6 +51,8 @@ class CoalescingQueue(Generic[KeyT, TextT, PartT, ItemT]):
         metrics: Where bytes and overflows are counted.
     """
 
+    __slots__ = ("_join", "_limit_bytes", "_metrics", "_overflowed", "_queued", "_runs", "entries", "n_bytes")
+
     def __init__(
         self,
         join: Callable[[TextT, int, Sequence[PartT]], ItemT],
@@ -140,6 +142,8 @@ class EventQueue(CoalescingQueue[KeyT, Text, str, "Event | OtherT"], Generic[Key
         metrics: Where bytes and overflows are counted.
         n_separate: Number of entries from which text is coalesced.
     """
+
+    __slots__ = ("_n_separate",)
 
     def __init__(
         self, *, limit_bytes: int, overflowed: Callable[[], None], metrics: DaemonMetrics, n_separate: int = 0

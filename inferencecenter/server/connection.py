@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from inferencecenter.auth.rate_limits import RefusalBackoffs
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import SocketOutbox, Wire
+    from inferencecenter.sessions.context import AccountLimits
 
 MAX_FRAMES_BEFORE_LOGIN: Final = 32
 """Frames that an unauthenticated socket may send, each of which gets a reply; a login takes one or two."""
@@ -103,9 +104,9 @@ class SocketConnection(ABC, Generic[OutboxT]):
         """Id of the authenticated client, empty before authentication."""
         return self._client.client_id if self._client is not None else ""
 
-    def set_max_sessions(self, max_sessions: int) -> None:
-        """Set the maximum number of sessions of its client; only once authenticated."""
-        self._client = replace(self.client, max_sessions=max_sessions)
+    def set_account_limits(self, limits: AccountLimits) -> None:
+        """Set the limits of the sessions of its client; only once authenticated."""
+        self._client = replace(self.client, **limits._asdict())
 
     async def run(self, receive: Receive, send: Send, *, subprotocol: str | None) -> None:
         """Accept the upgrade, and process frames until the socket is closed."""

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import structlog
 
+from inferencecenter.auth.audit import audit_entry
 from inferencecenter.auth.authentication import Authenticator
 from inferencecenter.auth.rate_limits import OperationRateLimiter, Pacer, RefusalBackoffs, rate_limit_key
-from inferencecenter.core.errors import InferenceCenterError
-from inferencecenter.core.fair_worker import FairWorker
+from inferencecenter.config.sections import AuthSettings
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairWorker
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.ipc.port import ModelsPort
+from inferencecenter.mcp.gateway import McpGateway
+from inferencecenter.models.library import ModelDownloads
 from inferencecenter.protocol import events
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import event_factory
+from inferencecenter.server.connection_limits import UpgradeLimiter
 from inferencecenter.server.handshake import TrustedProxies
 from inferencecenter.server.hub import ConnectionHub
+from inferencecenter.server.load_history import LoadHistory
 from inferencecenter.server.metrics_stream import GpuCache, MetricsFeed, MetricsSampler
 from inferencecenter.server.stream_recording import StreamRecordings
-from inferencecenter.server.upgrade_limiter import UpgradeLimiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from inferencecenter.auth.accounts import Accounts
+    from inferencecenter.auth.audit import AuditEvent
     from inferencecenter.auth.authentication import ExternalAuthProvider
     from inferencecenter.auth.quotas import AccessQuotas
     from inferencecenter.config.limits import AccessLimits
@@ -41,15 +49,25 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.manager import SessionManager
-    from inferencecenter.sessions.store.archive import UsageLine
+    from inferencecenter.sessions.store.archive import SessionLine, UsageLine
+    from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
-UsageReader: TypeAlias = "Callable[[str, str], Sequence[UsageLine]]"
-"""Reads a client's usage from a day on, such as 2026-11-22; blocks for disk I/O."""
+UsageReader: TypeAlias = "Callable[[str | None, str], Sequence[UsageLine]]"
+"""Reads the usage of a client, or of all, from a day on, such as 2026-11-22; blocks for disk I/O."""
 
 
-def no_usage(_client_id: str, _since: str) -> Sequence[UsageLine]:
+def no_usage(_client_id: str | None, _since: str) -> Sequence[UsageLine]:
     """Return no usage, which is not recorded if sessions are not stored."""
+    return ()
+
+
+SessionReader: TypeAlias = "Callable[[str | None, str | None, int], Sequence[SessionLine]]"
+"""Reads archived sessions of a client, or of all, after a session and at most so many; blocks for disk I/O."""
+
+
+def no_sessions(_client_id: str | None, _after: str | None, _limit: int) -> Sequence[SessionLine]:
+    """Return no sessions: none are archived if they are not stored."""
     return ()
 
 
@@ -102,21 +120,34 @@ class ServedModels(ModelsPort, Protocol):
         """Call ``listener`` with the new default model."""
 
 
+async def _purge_live(sessions: SessionManager, kind: PurgeKind, name: str) -> bool:
+    """End a session, or all of a client, of a daemon that stores none."""
+    n_sessions = 0
+    while n_closed := sessions.purge(kind, name):
+        n_sessions += n_closed
+        await asyncio.sleep(0)
+    return n_sessions > 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerContext:
     """The daemon as seen by the server; ``clock`` is Unix seconds, ``monotonic`` monotonic seconds.
 
     ``pressure`` returns the memory pressure last measured; ``last_engine_events`` holds the last event sent to clients
-    for each model's engine. ``refusal_backoffs`` are those of HTTP requests. ``read_usage`` reads a client's
-    usage, ``worker`` runs CPU-bound work, ``disk_worker`` blocking disk I/O, and ``stop`` ends the daemon as SIGTERM
-    does. ``stream_recordings`` has the streams that outlive their connection.
+    for each model's engine. ``account_defaults`` apply to new accounts. ``refusal_backoffs`` are those of HTTP
+    requests. ``read_usage`` reads a client's usage; ``purge`` ends and deletes a session, or all of a client, and
+    returns whether there was one. ``worker`` runs CPU-bound work, ``disk_worker`` blocking disk I/O, and ``stop`` ends
+    the daemon as SIGTERM does. ``stream_recordings`` has the streams that outlive their connection, ``mcp`` the
+    declared MCP servers.
     """
 
     settings: ServerSettings
     models: ServedModels
     library: ModelLibrary
+    downloads: ModelDownloads
     sessions: SessionManager
     accounts: Accounts
+    account_defaults: AuthSettings
     gpu: Gpu
     gpus: GpuCache
     metrics: DaemonMetrics
@@ -127,12 +158,16 @@ class ServerContext:
     operation_pacer: Pacer
     connection_pacer: Pacer
     read_usage: UsageReader
+    read_sessions: SessionReader
+    purge: Callable[[PurgeKind, str], Awaitable[bool]]
     stop: Callable[[], None]
     authenticator: Authenticator
     proxies: TrustedProxies
     upgrade_limiter: UpgradeLimiter
     hub: ConnectionHub
+    sampler: MetricsSampler
     feed: MetricsFeed
+    history: LoadHistory
     worker: FairWorker
     disk_worker: FairWorker
     clock: Callable[[], float]
@@ -140,6 +175,7 @@ class ServerContext:
     started_s: float
     last_engine_events: dict[str, events.EngineChanged]
     stream_recordings: StreamRecordings
+    mcp: McpGateway
 
     @classmethod
     def create(  # noqa: PLR0913 - every part of the daemon by its name
@@ -154,8 +190,13 @@ class ServerContext:
         gpu: Gpu,
         metrics: DaemonMetrics,
         stop: Callable[[], None],
+        account_defaults: AuthSettings | None = None,
         read_usage: UsageReader = no_usage,
+        read_sessions: SessionReader = no_sessions,
+        purge: Callable[[PurgeKind, str], Awaitable[bool]] | None = None,
         external: ExternalAuthProvider | None = None,
+        mcp: McpGateway | None = None,
+        history: LoadHistory | None = None,
         pressure: Callable[[], Pressure] = Pressure,
         gpus: Callable[[], Gpus] = read_gpus,
         clock: Callable[[], float] = time.time,
@@ -166,12 +207,15 @@ class ServerContext:
         upgrade_limiter = UpgradeLimiter(
             proxies, per_s=settings.unauthenticated_per_s, clock=monotonic, metrics=metrics
         )
+        sampler = MetricsSampler(gpu=gpu, engine=models, sessions=sessions, clock=clock)
         context = cls(
             settings=settings,
             models=models,
             library=library,
+            downloads=ModelDownloads(library),
             sessions=sessions,
             accounts=accounts,
+            account_defaults=account_defaults or AuthSettings(),
             gpu=gpu,
             gpus=GpuCache(gpus),
             metrics=metrics,
@@ -182,6 +226,8 @@ class ServerContext:
             operation_pacer=Pacer(interval_s=_OPERATION_INTERVAL_S, burst=_OPERATION_BURST, monotonic=monotonic),
             connection_pacer=Pacer(interval_s=_CONNECTION_INTERVAL_S, burst=_CONNECTION_BURST, monotonic=monotonic),
             read_usage=read_usage,
+            read_sessions=read_sessions,
+            purge=purge or partial(_purge_live, sessions),
             stop=stop,
             authenticator=Authenticator(
                 accounts,
@@ -194,7 +240,9 @@ class ServerContext:
             proxies=proxies,
             upgrade_limiter=upgrade_limiter,
             hub=ConnectionHub(settings, on_authenticated=upgrade_limiter.give_back, metrics=metrics),
-            feed=MetricsFeed(MetricsSampler(gpu=gpu, engine=models, sessions=sessions, clock=clock)),
+            sampler=sampler,
+            feed=MetricsFeed(sampler),
+            history=history or LoadHistory(clock=clock),
             worker=FairWorker("front"),
             disk_worker=FairWorker("disk"),
             clock=clock,
@@ -202,12 +250,39 @@ class ServerContext:
             started_s=monotonic(),
             last_engine_events={},
             stream_recordings=StreamRecordings(),
+            mcp=mcp or McpGateway({}),
         )
         quotas.watch(context.hub.tokens_in_use)
+        models.subscribe_models(sessions.engine_changed)
         models.subscribe_models(context.engine_changed)
         models.subscribe_swaps(context.model_changed)
         sessions.subscribe(context.hub.notify_client)
         return context
+
+    def audit(self, client: Principal, address: str, event: AuditEvent, detail: str = "") -> None:
+        """Record an action of a client in the audit log, later and in a batch."""
+        token_id = client.token_id or None
+        entry = audit_entry(event, client_id=client.client_id, token_id=token_id, address=address, detail=detail)
+        self.authenticator.audit(entry)
+
+    async def remove_model(self, name: str, *, client_id: str) -> str:
+        """Delete the files of a model, whose running turns end first; return its name.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``; ``invalid_request`` for the default model, one that settings
+                name, or one outside the directory; ``storage_unavailable``.
+        """
+        spec = self.models.spec_of(name)
+        if spec.name == self.models.default:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"{spec.name} is the default model",
+                field="name",
+                hint="Make another the default first.",
+            )
+        await self.disk_worker.run(client_id, partial(self.library.remove, spec.name, spec.path))
+        self.models.forget_removed()
+        return spec.name
 
     def uptime_s(self) -> float:
         """Seconds since the daemon was started."""
@@ -216,6 +291,16 @@ class ServerContext:
     def operation_delay_s(self, client_id: str) -> float:
         """Return how long a client that was charged for an operation waits; 0 while only its own turns run."""
         return self.operation_pacer.delay_s(client_id) if self.sessions.runs_turns(besides=client_id) else 0.0
+
+    async def load_session(self, client: Principal, session_id: str, *, closing: bool = False) -> None:
+        """Load the session that a request names if it is archived, which counts as an operation of its size.
+
+        Raises:
+            InferenceCenterError: ``rate_limited``; see also ``SessionArchive.load``.
+        """
+        if await self.sessions.archive.load(client, session_id, closing=closing) and not closing:
+            n_chars = self.sessions.session_chars(client, session_id)
+            self.operations.charge(client.client_id, n_chars=n_chars)
 
     def connection_delay_s(self, address: str) -> float:
         """Return how long a new connection waits; 0 while no turns run, and for trusted proxies."""
@@ -242,17 +327,18 @@ class ServerContext:
         self.hub.broadcast(events.ModelChanged(model=model.name, n_ctx=model.n_ctx))
 
     def tokens_changed(self) -> None:
-        """Close the sockets of revoked tokens, and apply changed limits."""
+        """Close the sockets of revoked tokens, and apply changed limits of tokens and accounts."""
         try:
             living = self.accounts.valid_tokens()
-            max_sessions = self.accounts.max_sessions()
+            limits = self.accounts.session_limits()
             self.quotas.reload()
         except InferenceCenterError as error:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)
             return
         self.hub.close_revoked(living)
         self.hub.close_disallowed(self.limits_of)
-        self.hub.set_max_sessions(max_sessions)
+        self.hub.set_account_limits(limits)
+        self.sessions.set_limits(limits)
 
     def limits_changed(self, defaults: AccessLimits) -> None:
         """Apply limits changed in the settings or ``clients.toml``.
@@ -263,6 +349,7 @@ class ServerContext:
             InferenceCenterError: ``storage_unavailable``.
         """
         self.quotas.reload(defaults)
+        self.sessions.set_limits(self.accounts.session_limits())
         self.hub.close_disallowed(self.limits_of)
 
     def models_for(self, client: Principal) -> tuple[ModelSummary, ...]:
@@ -286,6 +373,7 @@ class ServerContext:
 
     async def close(self) -> None:
         """Stop the background work."""
+        await self.mcp.close()
         await self.feed.close()
         await self.gpus.close()
         await self.authenticator.close()

@@ -65,7 +65,11 @@ def hello(engine: EngineStatus, settings: ServerSettings, *, uptime_s: float, st
         server="inferencecenter",
         version=inferencecenter.__version__,
         model=engine.model.name if engine.model else None,
-        limits=ServerLimits(max_frame_bytes=settings.max_frame_bytes, auth_timeout_s=settings.auth_timeout_s),
+        limits=ServerLimits(
+            max_frame_bytes=settings.max_frame_bytes,
+            auth_timeout_s=settings.auth_timeout_s,
+            max_share_links=settings.max_share_links if settings.share_links else 0,
+        ),
     )
 
 

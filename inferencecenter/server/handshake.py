@@ -22,7 +22,7 @@ from inferencecenter.auth.authentication import Credential, KeyCredential, Token
 from inferencecenter.core.addresses import parse_address, peer_address
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL, TOKEN_SUBPROTOCOL_PREFIX
-from inferencecenter.telemetry.log_limit import LogLimit
+from inferencecenter.telemetry.logs import LogLimit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

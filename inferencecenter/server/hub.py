@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.config.settings import ServerSettings
     from inferencecenter.protocol.base import Event
+    from inferencecenter.sessions.context import AccountLimits
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
 
@@ -83,8 +84,8 @@ class ClientSocket(Protocol):
     def send(self, event: Event) -> None:
         """Send an event."""
 
-    def set_max_sessions(self, max_sessions: int) -> None:
-        """Set the maximum number of sessions of its client."""
+    def set_account_limits(self, limits: AccountLimits) -> None:
+        """Set the limits of the sessions of its client."""
 
     def drain(self, deadline_s: float) -> None:
         """Announce the shutdown, and close once no turn is running."""
@@ -107,8 +108,8 @@ class Participant(Protocol):
     def address(self) -> str:
         """Remote address."""
 
-    def set_max_sessions(self, max_sessions: int) -> None:
-        """Set the maximum number of sessions of its client."""
+    def set_account_limits(self, limits: AccountLimits) -> None:
+        """Set the limits of the sessions of its client."""
 
     def drain(self, deadline_s: float) -> None:
         """Start nothing new, and leave when the running work has ended, within ``deadline_s``."""
@@ -266,17 +267,23 @@ class ConnectionHub:
         revoked = [each for each in tokens if each.client.token_id not in living_tokens]
         _close(revoked, CloseCode.NOT_AUTHENTICATED, "the token was revoked")
 
-    def set_max_sessions(self, max_sessions: Mapping[str, int]) -> None:
-        """Set the maximum number of sessions of clients with tokens, by client id."""
+    def set_account_limits(self, limits: Mapping[str, AccountLimits]) -> None:
+        """Set the limits of the sessions of clients with tokens, by client id."""
         for each in self._members():
-            if each.client.token_id and (number := max_sessions.get(each.client.client_id)):
-                each.set_max_sessions(number)
+            if each.client.token_id and (own := limits.get(each.client.client_id)) is not None:
+                each.set_account_limits(own)
 
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that authenticated with an API key, which may have changed."""
         keys = [each for each in self._members() if not each.client.token_id]
         changed = [each for each in keys if each.client.client_id in client_ids]
         _close(changed, CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
+
+    def close_outdated(self, client_id: str, scopes: Collection[str], priority: str) -> None:
+        """Close the sockets of a client that authenticated by a token with other scopes or another priority."""
+        members = (each for each in self._members() if each.client.client_id == client_id and each.client.token_id)
+        outdated = [each for each in members if (each.client.scopes, each.client.priority) != (scopes, priority)]
+        _close(outdated, CloseCode.RESTART, "the client's scopes or priority have changed")
 
     def of_client(self, client_id: str) -> list[ClientSocket]:
         return list(self._of_client.get(client_id, ()))

@@ -29,7 +29,7 @@ from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.server.connection_limits import ConnectionLimiter
 from inferencecenter.server.http import HttpConnection
 from inferencecenter.server.websocket import WebSocket
-from inferencecenter.telemetry.log_limit import LogLimit
+from inferencecenter.telemetry.logs import LogLimit
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

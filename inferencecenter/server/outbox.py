@@ -63,15 +63,15 @@ class TextFrames:
 
     Args:
         first: The first event of the text.
-        dagger_only: The socket speaks the first protocol, which has tokens only.
+        first_protocol: The socket speaks the first protocol, which has tokens only.
     """
 
-    def __init__(self, first: Text, *, dagger_only: bool) -> None:
+    def __init__(self, first: Text, *, first_protocol: bool) -> None:
         self._first = first
         self._plain_turn = first.turn_id if type(first) is Token else None
-        self._numbered = not dagger_only
+        self._numbered = not first_protocol
         head = b'{"op":%b,"session_id":%b' % (orjson.dumps(first.op), orjson.dumps(first.session_id))
-        if dagger_only:
+        if first_protocol:
             self._head, self._middle = head + b',"content":"', b""
         else:
             self._head = head + b',"seq":'
@@ -114,6 +114,8 @@ class SocketOutbox(ABC, Generic[QueueT]):
         overflowed: Called once beyond the limit; the outbox then accepts nothing more.
         metrics: Where frames and bytes are counted.
     """
+
+    __slots__ = ("_closed", "_entries", "_flushing", "_frames_out", "_overflowed", "_queue", "_wire")
 
     def __init__(
         self,
@@ -190,6 +192,8 @@ class Outbox(SocketOutbox[_FrameQueue]):
         metrics: Where frames and bytes are counted.
     """
 
+    __slots__ = ("_first_protocol", "_frames", "_n_replayed", "_replayed", "_sent")
+
     def __init__(
         self,
         wire: Wire,
@@ -202,14 +206,14 @@ class Outbox(SocketOutbox[_FrameQueue]):
         queue = partial(_FrameQueue, TextFrames.join)
         super().__init__(wire, queue=queue, limit_bytes=limit_bytes, overflowed=overflowed, metrics=metrics)
         self._sent = sent
-        self._dagger_only = True
+        self._first_protocol = True
         self._frames: dict[str, TextFrames] = {}
         self._n_replayed = 0
         self._replayed: asyncio.Future[None] | None = None
 
     def enable_v1(self) -> None:
         """From now on send all ops and fields, not only those of the first protocol."""
-        self._dagger_only = False
+        self._first_protocol = False
         self._frames.clear()
 
     def send(self, event: Event) -> None:
@@ -220,7 +224,7 @@ class Outbox(SocketOutbox[_FrameQueue]):
             self._send_text(event)
             return
         session_id = self._forget_text(event)
-        frame = encode(event, dagger_only=self._dagger_only)
+        frame = encode(event, first_protocol=self._first_protocol)
         if frame is not None:
             if not self._entries and self._wire.takes_frames:
                 self._write(frame.encode())
@@ -246,7 +250,7 @@ class Outbox(SocketOutbox[_FrameQueue]):
 
     async def wait_replayed(self) -> None:
         """Wait until none is queued, or the outbox is closed; for one task at a time."""
-        while self._n_replayed and not self._closed:
+        while self.replay_pending and not self._closed:
             self._replayed = asyncio.get_running_loop().create_future()
             await self._replayed
 
@@ -259,7 +263,7 @@ class Outbox(SocketOutbox[_FrameQueue]):
 
     def _joins(self, event: Event) -> TypeGuard[Reasoning | ToolCall]:
         """Return whether an event other than a token carries text only; one that names a tool does not."""
-        return not self._dagger_only and (
+        return not self._first_protocol and (
             isinstance(event, Reasoning) or (isinstance(event, ToolCall) and event.name is None)
         )
 
@@ -267,7 +271,7 @@ class Outbox(SocketOutbox[_FrameQueue]):
         session_id = event.session_id
         frames = self._frames.get(session_id)
         if frames is None or not frames.take(event):
-            frames = self._frames[session_id] = TextFrames(event, dagger_only=self._dagger_only)
+            frames = self._frames[session_id] = TextFrames(event, first_protocol=self._first_protocol)
         content = orjson.dumps(event.content if type(event) is Token else text_of(event))[1:-1]
         if not self._entries and self._wire.takes_frames:
             self._write(frames.frame(event.seq, content))
@@ -293,7 +297,7 @@ class Outbox(SocketOutbox[_FrameQueue]):
         """Write the next piece of an event; events unknown to the first protocol are not sent to its sockets."""
         first = entry.pieces is None
         if entry.pieces is None:
-            entry.pieces = iter(()) if self._dagger_only else encode_in_pieces(entry.event)
+            entry.pieces = iter(()) if self._first_protocol else encode_in_pieces(entry.event)
         piece, last = next(entry.pieces, (b"", True))
         if last:
             self._queue.pop()

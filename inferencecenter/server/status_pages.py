@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.handshake import PeerInfo
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
-    from inferencecenter.telemetry.machine_metrics import MachineMetrics
-    from inferencecenter.telemetry.metrics import DaemonMetrics
+    from inferencecenter.telemetry.metrics import DaemonMetrics, MachineMetrics
 
 
 PROXY_NOT_TRUSTED: Final = "not_trusted"

@@ -26,9 +26,13 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[1] / "web"
 FRONT_PAGE: Final = "index.html"
+_OFFLINE_PAGE: Final = "offline.html"
+"""Shown at the front page's URL by its service worker."""
 PREFIX: Final = "web/"
 """Prefix of the file paths in the front page."""
 _MAIN_MODULE: Final = "js/main.js"
+_TEXTS: Final = "js/texts"
+"""Folder of the page's texts: one module for each language, named by its tag, and beside it a folder of its parts."""
 _IMPORT: Final = re.compile(rb"""\b(?:import|export)\b[\w\s{},*$]*\bfrom\s*["'](\.[^"'\n]+)["']""")
 
 _MEDIA_TYPES: Final = {
@@ -36,7 +40,10 @@ _MEDIA_TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".webmanifest": "application/manifest+json",
     ".woff2": "font/woff2",
+    ".bcmap": "application/octet-stream",
     "": "text/plain; charset=utf-8",
 }
 """Media types of served files by suffix. Files for tools have other suffixes; without one, only licences are served."""
@@ -59,6 +66,7 @@ class WebFile:
     """A file of the page; ``compressed`` is ``None`` if compression saves little."""
 
     media_type: str
+    headers: Mapping[str, str]
     plain: Variant
     compressed: Variant | None
 
@@ -83,18 +91,21 @@ class WebFiles:
 def read_web_files(root: Path = ROOT) -> WebFiles:
     """Read the files below ``root`` and put the version into the paths in the front page.
 
-    The page also lists the modules that its first one imports, directly or indirectly, so that a browser requests all
-    of them at once rather than level by level.
+    The page also lists its languages, and the modules that its first one imports, directly or indirectly, so that a
+    browser requests all of them at once rather than level by level.
     """
     contents = dict(_served(root))
     digest = hashlib.sha256()
     for path, content in contents.items():
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
     version = digest.hexdigest()[:16]
-    front_page = contents.pop(FRONT_PAGE)
     links = "".join(f'  <link rel="modulepreload" href="{PREFIX}{path}" />\n  ' for path in _imported(contents))
-    front_page = front_page.replace(b"</head>", f"{links}</head>".encode())
-    front_page = front_page.replace(f'"{PREFIX}'.encode(), f'"{PREFIX}{version}/'.encode())
+    contents[FRONT_PAGE] = contents[FRONT_PAGE].replace(b"</head>", f"{links}</head>".encode())
+    for path in contents.keys() & {FRONT_PAGE, _OFFLINE_PAGE}:
+        contents[path] = contents[path].replace(f'"{PREFIX}'.encode(), f'"{PREFIX}{version}/'.encode())
+    front_page = contents.pop(FRONT_PAGE)
+    tags = " ".join(Path(path).stem for path in contents if posixpath.dirname(path) == _TEXTS)
+    front_page = front_page.replace(b"<html ", f'<html data-languages="{tags}" '.encode())
     return WebFiles(
         version=version,
         front_page=_file(FRONT_PAGE, front_page),
@@ -124,8 +135,12 @@ def _file(path: str, content: bytes) -> WebFile:
     digest = hashlib.sha256(content).hexdigest()[:16]
     packed = gzip.compress(content, mtime=0)
     worth_it = len(packed) < _WORTH_COMPRESSING * len(content)
+    media_type = _MEDIA_TYPES[Path(path).suffix]
+    is_part = media_type.startswith(_PARTS)
+    special = next((headers for suffix, headers in _HEADERS.items() if path.endswith(suffix)), None)
     return WebFile(
-        media_type=_MEDIA_TYPES[Path(path).suffix],
+        media_type=media_type,
+        headers=special or (FILE_HEADERS if is_part else HEADERS),
         plain=Variant(content, f'"{digest}"'),
         compressed=Variant(packed, f'"{digest}-gzip"', "gzip") if worth_it else None,
     )
@@ -146,14 +161,15 @@ _POLICY: Final = (
     "connect-src 'self'",
     "img-src 'self' data:",
     "font-src 'self'",
+    "manifest-src 'self'",
     "base-uri 'none'",
     "form-action 'none'",
     "frame-ancestors 'none'",
     # HTML that is inserted into the page has passed the sanitizer.
     "require-trusted-types-for 'script'",
-    "trusted-types dompurify",
+    "trusted-types dompurify offline-worker pdf-worker",
 )
-_UNUSED: Final = ("camera", "display-capture", "geolocation", "microphone", "payment", "usb")
+_UNUSED: Final = ("camera", "display-capture", "geolocation", "payment", "usb")
 FILE_HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -163,9 +179,17 @@ FILE_HEADERS: Final = {
 HEADERS: Final = FILE_HEADERS | {
     "content-security-policy": "; ".join(_POLICY),
     "cross-origin-opener-policy": "same-origin",
-    "permissions-policy": ", ".join(f"{feature}=()" for feature in _UNUSED),
+    "permissions-policy": ", ".join([*(f"{feature}=()" for feature in _UNUSED), "microphone=(self)"]),
 }
 """Further headers of files that a browser may show as a document: all but scripts and styles."""
+WORKER_HEADERS: Final = FILE_HEADERS | {"content-security-policy": "default-src 'none'"}
+"""Headers of a script that runs as a worker, whose policy is its own: it reads foreign files, and may load nothing."""
+SERVICE_WORKER_HEADERS: Final = FILE_HEADERS | {
+    "content-security-policy": "default-src 'none'; connect-src 'self'",
+    "service-worker-allowed": "/",
+}
+"""Headers of the service worker, whose scope is the page and not the folder of its file."""
+_HEADERS: Final = {".worker.js": WORKER_HEADERS, ".sw.js": SERVICE_WORKER_HEADERS}
 _PARTS: Final = ("text/javascript", "text/css")
 _FOREVER: Final = "public, max-age=31536000, immutable"
 _LOOK_AGAIN: Final = "no-cache"
@@ -221,8 +245,7 @@ class WebPage:
 
 def _answer(request: Request, file: WebFile, *, caching: str) -> Response:
     variant = file.variant(request.headers.get("accept-encoding", ""))
-    safe = FILE_HEADERS if file.media_type.startswith(_PARTS) else HEADERS
-    headers = safe | {"cache-control": caching, "etag": variant.etag, "vary": "accept, accept-encoding"}
+    headers = {**file.headers, "cache-control": caching, "etag": variant.etag, "vary": "accept, accept-encoding"}
     if has_etag(variant.etag, request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
     if variant.encoding is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import structlog
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from websockets.frames import Frame
     from websockets.http11 import Request
 
-    from inferencecenter.telemetry.log_limit import LogLimit
+    from inferencecenter.telemetry.logs import LogLimit
 
 NOT_SENT_LOW_WATER_BYTES: Final = 16 * 1024
 _HIGH_WATER_BYTES: Final = 32 * 1024
@@ -172,7 +172,11 @@ class WebSocket(WebSocketsSansIOProtocol):
     async def send(self, message: ASGISendEvent) -> None:
         """Forward a message of the application; mark a refused upgrade as complete, which uvicorn omits."""
         await super().send(message)
-        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+        if message["type"] == "websocket.accept":
+            # uvicorn, websockets and Starlette keep the headers of the upgrade as long as the socket, 4 KB in all.
+            for headers in (self.request.headers, self.response.headers, cast("list[Any]", self.scope["headers"])):
+                headers.clear()
+        elif message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
             self.handshake_complete = True
 
     def resume_writing(self) -> None:

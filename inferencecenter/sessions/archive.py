@@ -1,10 +1,10 @@
-"""Archived sessions: stored, in no memory, and loaded when they are used.
+"""Archived sessions: stored, not in memory, and loaded on use.
 
-A live session is in the table and counts against the client's ``max_sessions``; an archived one is only in the store.
-A client's least recently used session is archived when another needs its place, and whatever names an archived session
-loads it first. Loads run on a thread that clients share in turn, and one at a time for each client, after everything
-the client has written is committed. Invariant: a session is live or archived, never both, and no change between the two
-loses or deletes anything.
+A live session is in the table and counts against the client's ``max_sessions``; an archived one is only in the store. A
+client's least recently used session is archived when another needs its place, and every request that names an archived
+session loads it first. Loads run on a thread that clients share in turn, and one at a time for each client, after
+everything the client has written is committed. Invariant: a session is live or archived, never both, and no change
+between the two loses or deletes anything.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.core.fair_worker import FairWorker
+from inferencecenter.core.fair_queue import FairWorker
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol import events
-from inferencecenter.protocol.values import SessionSummary, SessionUsage
+from inferencecenter.protocol.values import SessionResult, SessionSummary, SessionUsage, TextHit, TextRange
 from inferencecenter.sessions.journal import SessionDeleted
+from inferencecenter.sessions.search import search_terms
 from inferencecenter.sessions.session import LiveSession
 from inferencecenter.sessions.table import MAX_BATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from inferencecenter.protocol.requests import ListSessions
-    from inferencecenter.sessions.context import Principal, ScheduledCall, SessionConfig, SessionServices
+    from inferencecenter.protocol.requests import ListSessions, SearchSessions
+    from inferencecenter.sessions.context import EventSink, Principal, ScheduledCall, SessionConfig, SessionServices
     from inferencecenter.sessions.event_log import SessionNotifier
     from inferencecenter.sessions.journal import Journal, SessionArchived, StoredSession
+    from inferencecenter.sessions.search import SearchHit, SearchResult, SearchTerm
     from inferencecenter.sessions.table import SessionTable
 
 
@@ -43,6 +45,8 @@ EXPIRY_INTERVAL_S: Final = 60.0
 """Seconds between looks for archived sessions whose idle limit is over."""
 MAX_RETAINED: Final = 1000
 """Archived sessions whose KV a new engine keeps on disk, the latest."""
+MAX_SINKS: Final = 10_000
+"""Archived sessions whose subscriber is kept, the latest."""
 _NEARLY: Final = 0.9
 _MAX_READS: Final = 4
 
@@ -58,15 +62,15 @@ class ArchiveSize:
 
     @property
     def counted_chars(self) -> int:
-        """What counts against the limit of the archive."""
+        """Number of characters that counts against the limit of the archive."""
         return self.n_chars + ROW_CHARS * self.n_sessions
 
     def plus(self, n_chars: int) -> ArchiveSize:
-        """Return the size with one session more."""
+        """Return the size with a session of ``n_chars`` added."""
         return ArchiveSize(self.n_sessions + 1, self.n_chars + n_chars)
 
     def less(self, n_chars: int) -> ArchiveSize:
-        """Return the size with one session less."""
+        """Return the size with a session of ``n_chars`` removed."""
         return ArchiveSize(max(0, self.n_sessions - 1), max(0, self.n_chars - n_chars))
 
 
@@ -91,7 +95,7 @@ class ReadSession(Protocol):
 
 
 class ArchiveStore(Protocol):
-    """Where archived sessions are. Except ``reopen`` all methods block, and are called on one thread."""
+    """Storage of archived sessions. All methods but ``reopen`` block, and are called on one thread."""
 
     def read(self, client_id: str, session_id: str) -> ReadSession | None:
         """Return an archived session of a client."""
@@ -103,6 +107,14 @@ class ArchiveStore(Protocol):
         self, client_id: str, *, order: SessionOrder, after: tuple[float, str] | None, limit: int
     ) -> tuple[ArchivedSession, ...]:
         """Return up to ``limit`` archived sessions of a client after a position: a time and a session id."""
+
+    def search(
+        self, client_id: str, terms: Sequence[SearchTerm], *, after: tuple[float, str] | None, limit: int
+    ) -> SearchResult | None:
+        """Return up to ``limit`` stored sessions of a client, live or archived, that contain all terms.
+
+        ``None`` if the texts are not indexed.
+        """
 
     def created_at(self, client_id: str, session_id: str) -> float | None:
         """Return when an archived session of a client was created."""
@@ -128,21 +140,21 @@ class ArchiveStore(Protocol):
         default_days: float | None,
         limit: int,
     ) -> list[tuple[str, str, int]]:
-        """Return archived sessions whose idle limit is over: their ids, clients and characters."""
+        """Return expired archived sessions: their ids, clients and characters."""
 
     def recent_ids(self, limit: int) -> tuple[str, ...]:
-        """Return the ids of the archived sessions used last."""
+        """Return the ids of the most recently used archived sessions."""
 
 
 class SessionArchive:
     """Moves sessions between memory and the store, and counts what clients have archived.
 
     Args:
-        store: Where they are; ``None`` if none are archived.
-        journal: Orders reads after the writes before them.
+        store: Storage of archived sessions; ``None`` if none are archived.
+        journal: Orders reads after earlier writes.
         services: The services of the daemon.
         table: The live sessions.
-        notifier: Tells other sockets of a client about its sessions.
+        notifier: Notifies a client's other sockets of changes of its sessions.
         make_room: Makes room for a session with so many characters, or raises ``session_limit`` or ``quota_exceeded``.
     """
 
@@ -164,8 +176,10 @@ class SessionArchive:
         self._make_room = make_room
         self._worker = FairWorker("archive")
         self._sizes: dict[str, ArchiveSize] = {}
+        self._own_mib: dict[str, int] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._kv_owners: OrderedDict[str, None] = OrderedDict()
+        self._sinks: OrderedDict[str, EventSink] = OrderedDict()
         self._tasks = TaskGroup("archive")
         self._timer: ScheduledCall | None = None
         self._n_removals = 0
@@ -199,8 +213,12 @@ class SessionArchive:
         """The archived sessions whose KV a new engine keeps."""
         return tuple(self._kv_owners)
 
-    def add(self, client_id: str, archived: SessionArchived) -> None:
-        """Count a session that was archived."""
+    def add(self, client_id: str, archived: SessionArchived, sink: EventSink | None) -> None:
+        """Count a session that was archived, and keep its subscriber."""
+        if sink is not None:
+            self._sinks[archived.session_id] = sink
+            if len(self._sinks) > MAX_SINKS:
+                self._sinks.popitem(last=False)
         self._sizes[client_id] = self.size_of(client_id).plus(archived.n_chars)
         self._kv_owners[archived.session_id] = None
         if len(self._kv_owners) > MAX_RETAINED:
@@ -208,6 +226,11 @@ class SessionArchive:
         self.n_archived += 1
         if self._services.settings.when_full == "evict" and self._is_nearly_full(client_id):
             self._tasks.spawn(self._evict(client_id), name="eviction")
+
+    def detach(self, sink: EventSink) -> None:
+        """Forget a socket that is closed."""
+        for session_id in [each for each, held in self._sinks.items() if held is sink]:
+            del self._sinks[session_id]
 
     def usage(self, client: Principal) -> SessionUsage:
         """Return how much of its limits a client uses."""
@@ -218,7 +241,7 @@ class SessionArchive:
             max_sessions=client.max_sessions,
             archived=size.n_sessions,
             stored_chars=self._stored_chars(client.client_id),
-            max_stored_chars=self._max_chars,
+            max_stored_chars=self._max_chars(client.client_id),
             retention_days=self._services.settings.retention_days if own_days is None else own_days,
         )
 
@@ -228,7 +251,7 @@ class SessionArchive:
         Raises:
             InferenceCenterError: ``quota_exceeded``.
         """
-        held, most = self._stored_chars(client_id), self._max_chars
+        held, most = self._stored_chars(client_id), self._max_chars(client_id)
         if held >= most:
             raise InferenceCenterError(
                 ErrorCode.QUOTA_EXCEEDED,
@@ -236,11 +259,12 @@ class SessionArchive:
                 f" those in use; {most} are allowed",
                 field="store",
                 hint="Delete sessions that are no longer needed (close_session; list_sessions shows them), or have the"
-                " operator raise sessions.archive_mib. A session with store false can be opened meanwhile.",
+                " operator raise archive_mib of the account, or sessions.archive_mib for all. A session with store"
+                " false can be opened meanwhile.",
             )
         if not self._is_nearly_full(client_id):
             return ()
-        return (f"Stored sessions hold {100 * held // most} % of what sessions.archive_mib allows; none is deleted.",)
+        return (f"Stored sessions hold {100 * held // most} % of what archive_mib allows; none is deleted.",)
 
     async def load(self, client: Principal, session_id: str, *, closing: bool = False) -> bool:
         """Load an archived session of a client; return whether one was loaded.
@@ -260,7 +284,7 @@ class SessionArchive:
                 if self._table.get(session_id) is not None:
                     return False
                 n_removals = self._n_removals
-                found = await self._run(client_id, partial(store.read, client_id, session_id))
+                found = await self.run(client_id, partial(store.read, client_id, session_id))
                 if found is None:
                     return False
                 # A purge or an expiry meanwhile may have deleted it.
@@ -273,7 +297,7 @@ class SessionArchive:
         """Return the archived sessions of a client whose entry ``name`` of the metadata begins with ``prefix``."""
         if self._store is None or not self.size_of(client.client_id).n_sessions:
             return ()
-        return await self._run(client.client_id, partial(self._store.find_tagged, client.client_id, name, prefix))
+        return await self.run(client.client_id, partial(self._store.find_tagged, client.client_id, name, prefix))
 
     async def list(self, client: Principal, request: ListSessions) -> events.Sessions:
         """Return a page of the client's own sessions, live and archived.
@@ -286,7 +310,7 @@ class SessionArchive:
         after = await self._position(client, request)
         if self._store is not None and self.size_of(client_id).n_sessions:
             page = partial(self._store.page, client_id, order=request.order, after=after, limit=request.limit + 1)
-            stored = {each.config.session_id: self._summary(each) for each in await self._run(client_id, page)}
+            stored = {each.config.session_id: self._summary(each) for each in await self.run(client_id, page)}
         # What was archived or loaded meanwhile is in one of the three.
         merged = before | stored | self._summaries(client_id)
         is_recent = request.order == "recent"
@@ -302,6 +326,41 @@ class SessionArchive:
             last = shown[-1]
             cursor = f"{last.last_used_at!r}:{last.session_id}" if is_recent else last.session_id
         return events.Sessions(sessions=tuple(shown), next=cursor, session_usage=self.usage(client))
+
+    async def search(self, client: Principal, request: SearchSessions) -> events.SessionsFound:
+        """Return a page of the client's own stored sessions that match a query, live and archived.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for too many words or an ``after`` that is no cursor,
+                ``unknown_op`` without an index, or ``storage_unavailable``.
+        """
+        client_id, terms = client.client_id, search_terms(request.query)
+        after = None if request.after is None else _time_cursor(request.after)
+        found: SearchResult | None = None
+        before = self._summaries(client_id)
+        if self._store is not None:
+            search = partial(self._store.search, client_id, terms, after=after, limit=request.limit)
+            found = await self.run(client_id, search)
+        if found is None:
+            raise InferenceCenterError(
+                ErrorCode.UNKNOWN_OP,
+                "this daemon does not search the texts of sessions",
+                hint="The operator can switch it on with sessions.search; list_sessions has the titles.",
+            )
+        # A live session that is in neither was archived and loaded, or closed, meanwhile.
+        live = before | self._summaries(client_id)
+        results: list[SessionResult] = []
+        for each in found.found:
+            session_id = each.session.config.session_id
+            summary = self._summary(each.session) if each.is_archived else live.get(session_id)
+            if summary is not None:
+                results.append(SessionResult(session=summary, hits=tuple(map(_text_hit, each.hits))))
+        last = found.found[-1].session if found.has_more else None
+        return events.SessionsFound(
+            results=tuple(results),
+            next=None if last is None else f"{last.last_used_at!r}:{last.config.session_id}",
+            indexed=found.indexed,
+        )
 
     async def purged(self, kind: Literal["session", "client"], name: str) -> str | None:
         """Note that a session, or all of a client, is about to be deleted from the store.
@@ -326,23 +385,32 @@ class SessionArchive:
         if not closing:
             self._make_room(client, n_chars)
         store.reopen(found)
+        # It gets `session_detached` when another socket resumes the session.
+        sink = self._sinks.get(stored.config.session_id)
         self._removed(client.client_id, stored.config.session_id, n_chars)
         self.n_loaded += 1
-        self._table.add(LiveSession.restored(stored, stored.config, services=self._services))
+        self._table.add(LiveSession.restored(stored, stored.config, services=self._services, sink=sink))
 
     def _removed(self, client_id: str, session_id: str, n_chars: int) -> None:
         self._kv_owners.pop(session_id, None)
+        self._sinks.pop(session_id, None)
         size = self.size_of(client_id).less(n_chars)
         self._sizes[client_id] = size
         if not size.n_sessions:
             del self._sizes[client_id]
 
-    @property
-    def _max_chars(self) -> int:
-        return self._services.settings.archive_mib * 1024 * 1024
+    def set_limit(self, client_id: str, mib: int | None) -> None:
+        """Set the Mi characters that a client may store; ``None`` selects the default of the daemon."""
+        if mib is None:
+            self._own_mib.pop(client_id, None)
+        else:
+            self._own_mib[client_id] = mib
+
+    def _max_chars(self, client_id: str) -> int:
+        return self._own_mib.get(client_id, self._services.settings.archive_mib) * 1024 * 1024
 
     def _is_nearly_full(self, client_id: str) -> bool:
-        return self._stored_chars(client_id) >= _NEARLY * self._max_chars
+        return self._stored_chars(client_id) >= _NEARLY * self._max_chars(client_id)
 
     def _stored_chars(self, client_id: str) -> int:
         return self.size_of(client_id).counted_chars + self._services.text_quota.of(client_id)
@@ -352,21 +420,12 @@ class SessionArchive:
         if request.after is None:
             return None
         if request.order == "recent":
-            time, _, session_id = request.after.partition(":")
-            try:
-                return float(time), session_id
-            except ValueError:
-                raise InferenceCenterError(
-                    ErrorCode.INVALID_REQUEST,
-                    "after is not a cursor of this order",
-                    field="after",
-                    hint="Pass `next` of the previous page, with the same order.",
-                ) from None
+            return _time_cursor(request.after)
         if self._store is None or self._table.get(request.after) is not None:
             created_at: float | None = self._table.get_owned(client, request.after).config.created_at
         else:
             lookup = partial(self._store.created_at, client.client_id, request.after)
-            created_at = await self._run(client.client_id, lookup)
+            created_at = await self.run(client.client_id, lookup)
         if created_at is None:
             raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
         return created_at, request.after
@@ -389,11 +448,20 @@ class SessionArchive:
             archived=True,
         )
 
-    async def _run(self, client_id: str, work: Callable[[], _Result]) -> _Result:
+    async def run(self, client_id: str, work: Callable[[], _Result]) -> _Result:
         """Read, after everything that the client has written is committed.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``, also while the store cannot write what has to come first.
+        """
+        await self.committed(client_id)
+        return await self._worker.run(client_id, work)
+
+    async def committed(self, client_id: str) -> None:
+        """Wait until everything that the client has written is committed.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable`` while the store cannot write.
         """
         journal = self._journal.of_client(client_id)
         if journal.fault is not None and journal.n_pending:
@@ -404,7 +472,6 @@ class SessionArchive:
             committed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             journal.release(lambda: None if committed.done() else committed.set_result(None))
             await committed
-        return await self._worker.run(client_id, work)
 
     def _expire_later(self) -> None:
         def expire() -> None:
@@ -449,7 +516,7 @@ class SessionArchive:
     async def _evict(self, client_id: str) -> None:
         """Delete the least recently used archived sessions of a client until its archive is no longer nearly full."""
         assert self._store is not None, "sessions are archived"
-        for session_id, n_chars in await self._run(client_id, partial(self._store.least_used, client_id, MAX_BATCH)):
+        for session_id, n_chars in await self.run(client_id, partial(self._store.least_used, client_id, MAX_BATCH)):
             if self._journal.fault is not None or not self._is_nearly_full(client_id):
                 break
             self._delete(client_id, session_id, n_chars)
@@ -462,3 +529,31 @@ class SessionArchive:
         journal = self._journal.of_client(client_id)
         journal.write(SessionDeleted(session_id=session_id, n_chars=n_chars), flush=True)
         self._notifier.notify_deleted(session_id, client_id, journal=journal)
+
+
+def _time_cursor(after: str) -> tuple[float, str]:
+    """Return the time and the session id of a cursor by last use.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    time, _, session_id = after.partition(":")
+    try:
+        return float(time), session_id
+    except ValueError:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "after is not a cursor of this order",
+            field="after",
+            hint="Pass `next` of the previous page, with the same order.",
+        ) from None
+
+
+def _text_hit(hit: SearchHit) -> TextHit:
+    return TextHit(
+        snippet=hit.snippet,
+        marks=tuple(TextRange(start=start, end=end) for start, end in hit.marks),
+        message_index=hit.message_index,
+        role=hit.role,
+        turn_id=hit.turn_id,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -29,12 +29,21 @@ PRIORITY_RANK: Final[Mapping[str, int]] = MappingProxyType({"interactive": 0, "n
 """Lower ranks run first in the engine."""
 
 
+class AccountLimits(NamedTuple):
+    """Limits of the sessions of an account; ``None`` selects the daemon's setting."""
+
+    max_sessions: int
+    retention_days: float | None
+    archive_mib: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """An account as seen by the sessions; any number of sockets may act for it.
 
-    ``retention_days`` are the days after the last use at which its sessions are deleted, ``None`` for the daemon's
-    default. ``token_id`` is the access token of the socket, empty for a key.
+    ``retention_days`` are the days after the last use at which its sessions are deleted, and ``archive_mib`` the Mi
+    characters that it may store, ``None`` for the daemon's default. ``token_id`` is the access token of the socket,
+    empty for a key.
     """
 
     client_id: str
@@ -42,6 +51,7 @@ class Principal:
     priority: Priority
     scopes: frozenset[str]
     retention_days: float | None = None
+    archive_mib: int | None = None
     token_id: str = ""
 
     def allow_priority(self, wanted: Priority | None, *, otherwise: Priority) -> Priority:
@@ -194,7 +204,8 @@ class SessionServices:
 
     ``call_later`` schedules a call after some seconds; ``admit`` raises while no new turn may start. ``quota_of``
     returns the limits of a client and token. A stateless session expires after ``stateless_ttl_s``. ``sink_changed`` is
-    called with a session's id, its old and its new subscriber.
+    called with a session's id, its old and its new subscriber. ``make_text_room`` makes room for more characters of the
+    session with an id, or raises ``quota_exceeded``.
     """
 
     models: ModelRouter
@@ -211,6 +222,7 @@ class SessionServices:
     tracer: Tracer
     active_turns: ActiveTurnCount
     text_quota: TextQuota
+    make_text_room: Callable[[str, int], None]
     sink_changed: Callable[[str, EventSink | None, EventSink | None], None]
     settings: SessionSettings
     stateless_ttl_s: float

@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from inferencecenter.ipc import messages as ipc
+    from inferencecenter.mcp.gateway import ToolOutcome
     from inferencecenter.protocol.base import Event, SessionEvent, TurnEvent
     from inferencecenter.protocol.events import Error, Text
     from inferencecenter.protocol.requests import ResumeSession
+    from inferencecenter.protocol.values import McpCallStatus
     from inferencecenter.sessions.context import EventSink, ReplaySink, ScheduledCall
     from inferencecenter.sessions.journal import Journal, Record
     from inferencecenter.sessions.output_parsing.assembler import OutputDelta
@@ -155,7 +157,7 @@ class ReplayBuffer:
             self._add_text(event)
         else:
             self._entries.append(event)
-            self._bytes += _EVENT_BYTES
+            self._bytes += _event_bytes(event)
         while self._bytes > self._limit_bytes:
             self._forget_oldest()
 
@@ -201,8 +203,12 @@ class ReplayBuffer:
                 return
         else:
             self._lost_seq = oldest.seq or 0
-            self._bytes -= _EVENT_BYTES
+            self._bytes -= _event_bytes(oldest)
         self._entries.popleft()
+
+
+def _event_bytes(event: NumberedEvent) -> int:
+    return _EVENT_BYTES + (len((event.content or "").encode()) if isinstance(event, events.McpCall) else 0)
 
 
 def _token_bytes(content: str, logprobs: tuple[TokenLogprobs, ...] | None) -> int:
@@ -395,6 +401,28 @@ class EventLog:
             id=request_id, session_id=self._session_id, seq=self._next(), turn=turn, messages=n_messages
         )
 
+    def mcp_call(
+        self,
+        status: McpCallStatus,
+        *,
+        outcome: ToolOutcome | None,
+        request_id: str | None = None,
+    ) -> events.McpCall:
+        """Return the event that a tool call runs, or has ended with ``outcome``."""
+        is_done = outcome is not None and outcome.state == "done"
+        return events.McpCall(
+            id=request_id,
+            session_id=self._session_id,
+            seq=self._next(),
+            call_id=status.call_id,
+            server=status.server,
+            tool=status.tool,
+            call_state="running" if outcome is None else outcome.state,
+            content=outcome.text if outcome is not None and is_done else None,
+            is_error=outcome.is_error if outcome is not None and is_done else None,
+            detail="" if outcome is None else outcome.detail,
+        )
+
     def expired(self) -> events.SessionExpired:
         return events.SessionExpired(session_id=self._session_id, seq=self._next())
 
@@ -550,6 +578,10 @@ class SessionNotifier:
         config = session.config
         self._notify(session, events.MetadataSet(session_id=config.session_id, metadata=config.metadata), by)
 
+    def notify_model(self, session: LiveSession, change: events.ModelSet, *, by: EventSink | None) -> None:
+        """Announce a session's model to all sinks but ``by``."""
+        self._notify(session, change, by)
+
     def notify_closed(self, session: LiveSession, *, exclude: tuple[EventSink | None, ...]) -> None:
         """Announce the end of a session to all sinks but those in ``exclude``."""
         self._notify(session, events.SessionClosed(session_id=session.config.session_id), *exclude)
@@ -558,6 +590,11 @@ class SessionNotifier:
         """Announce the end of an archived session to all sinks."""
         for reader in self._handlers:
             journal.release(partial(reader, client_id, events.SessionClosed(session_id=session_id), ()))
+
+    def notify_client(self, client_id: str, event: Event, *, journal: Journal, by: EventSink | None) -> None:
+        """Announce what concerns no session to all sinks of a client but ``by``."""
+        for reader in self._handlers:
+            journal.release(partial(reader, client_id, event, (by,)))
 
     def _notify(self, session: LiveSession, event: Event, *knowing: EventSink | None) -> None:
         if session.config.stateless:

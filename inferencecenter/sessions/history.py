@@ -295,10 +295,16 @@ class TurnLog:
         turn = next((turn for turn in reversed(self._turns) if turn.turn_id == turn_id), None)
         return None if turn is None else (turn, self._notes.get(turn_id, ""))
 
-    def record_end(self, turn_key: str | None, end: End, *, n_messages: int, note: str = "") -> TranscriptTurn:
+    def record_end(
+        self, turn_key: str | None, end: End, *, n_messages: int, note: str = "", ended_at: float | None = None
+    ) -> TranscriptTurn:
         """Add a turn that did not fail, after which the history has ``n_messages``, and return its entry."""
         turn = TranscriptTurn(
-            turn_id=end.turn_id, finish_reason=end.finish_reason, messages=n_messages, usage=end.usage
+            turn_id=end.turn_id,
+            finish_reason=end.finish_reason,
+            messages=n_messages,
+            usage=end.usage,
+            ended_at=ended_at,
         )
         self._turns.append(turn)
         self.usage = _sum((self.usage, end.usage))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from inferencecenter.protocol.events import End
-    from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.protocol.values import ChatMessage, McpCallStatus, Preset, TranscriptTurn
     from inferencecenter.sessions.context import SessionConfig
     from inferencecenter.sessions.history import History, TurnFailure
     from inferencecenter.sessions.output_parsing.parts import Part
@@ -119,14 +119,41 @@ class HistoryChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetadataChanged:
-    """A client replaced the metadata; ``config`` contains it."""
+class McpCallsChanged:
+    """The tool calls that run on MCP servers, or whose outcome is unknown, changed to ``calls``."""
+
+    session_id: str
+    seq: int
+    last_used_at: float
+    calls: tuple[McpCallStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigChanged:
+    """A client replaced the metadata or the model; ``config`` contains it."""
 
     config: SessionConfig
 
     @property
     def session_id(self) -> str:
         return self.config.session_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetStored:
+    """A client saved a preset, in place of that of the same type and name."""
+
+    client_id: str
+    preset: Preset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetRemoved:
+    """A client deleted a preset."""
+
+    client_id: str
+    preset_type: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +184,38 @@ class SessionArchived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredShare:
+    """A share without its messages; times are Unix seconds. ``secret_sha256`` is the hash of the link's secret."""
+
+    share_id: str
+    session_id: str
+    client_id: str
+    secret_sha256: bytes
+    title: str
+    created_at: float
+    expires_at: float | None
+    n_messages: int
+
+    def is_over(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareRecorded(StoredShare):
+    """A client shared a snapshot of a session."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareDeleted:
+    """A client revoked a share, or it expired."""
+
+    share_id: str
+    client_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecorded:
     """Usage charged to a token at ``at`` (Unix seconds): for a prompt, part of an answer, or a turn."""
 
@@ -176,10 +235,15 @@ Record: TypeAlias = (
     | TurnEnded
     | TurnFailed
     | HistoryChanged
-    | MetadataChanged
+    | McpCallsChanged
+    | ConfigChanged
+    | PresetStored
+    | PresetRemoved
     | EpochChanged
     | SessionDeleted
     | SessionArchived
+    | ShareRecorded
+    | ShareDeleted
     | UsageRecorded
 )
 
@@ -202,7 +266,7 @@ class StoredSession:
     """A session in the store.
 
     ``ends`` are the terminal events of turns by their keys, latest last; ``notes`` are the private notes by turn id;
-    ``failures`` are the failures by turn id.
+    ``failures`` are the failures by turn id. ``mcp_calls`` ran when the daemon ended, or were unknown before.
     """
 
     config: SessionConfig
@@ -214,6 +278,7 @@ class StoredSession:
     pending_turn: PendingTurn | None
     notes: Mapping[str, str] = field(default_factory=dict)
     failures: Mapping[str, TurnFailure] = field(default_factory=dict)
+    mcp_calls: tuple[McpCallStatus, ...] = ()
 
 
 MAX_PENDING: Final = 20_000

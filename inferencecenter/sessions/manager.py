@@ -18,6 +18,7 @@ import time
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import dropwhile, islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -29,6 +30,7 @@ from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.archive import SessionArchive
 from inferencecenter.sessions.context import (
+    AccountLimits,
     SessionConfig,
     SessionServices,
     bound_max_tokens,
@@ -38,11 +40,14 @@ from inferencecenter.sessions.context import (
 from inferencecenter.sessions.event_log import SessionNotifier
 from inferencecenter.sessions.history import History, TurnLog
 from inferencecenter.sessions.journal import EpochChanged, NullJournal, ResumeLimiter, SessionDeleted, check_writable
+from inferencecenter.sessions.mcp_calls import pending_calls
 from inferencecenter.sessions.model_router import ModelRouter
 from inferencecenter.sessions.observability import ActiveTurnCount, NullTracer, TextQuota, TurnMetrics
 from inferencecenter.sessions.prefix_match import begins_like, find_longest_prefix
+from inferencecenter.sessions.presets import PresetLibrary
 from inferencecenter.sessions.prompt_lookup import render_query
 from inferencecenter.sessions.session import LiveSession
+from inferencecenter.sessions.shares import SessionShares
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.table import MAX_BATCH, SessionTable, ttl_warnings
 
@@ -50,28 +55,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from inferencecenter.config.settings import SessionSettings
-    from inferencecenter.ipc.port import ModelsPort
+    from inferencecenter.ipc.port import EngineStatus, ModelsPort
     from inferencecenter.protocol.base import Request
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import CreateSession
-    from inferencecenter.protocol.values import Mode, OnFull
-    from inferencecenter.sessions.archive import ArchiveStore
+    from inferencecenter.protocol.values import Mode, OnFull, ToolCall
     from inferencecenter.sessions.context import EventSink, Principal, Quota, ReplaySink, ScheduledCall
     from inferencecenter.sessions.event_log import SessionEventHandler
     from inferencecenter.sessions.history import HistoryLimits
     from inferencecenter.sessions.journal import Journal, StorageFault, StoredSession, UsageRecorded
+    from inferencecenter.sessions.mcp_calls import ToolCallRunner
     from inferencecenter.sessions.observability import Totals, Tracer, TurnObserver
     from inferencecenter.sessions.prefix_match import PrefixMatch
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
     from inferencecenter.sessions.prompt_lookup import PromptQuery, PromptText
     from inferencecenter.sessions.session import SessionSnapshot, TurnSnapshot
+    from inferencecenter.sessions.shares import SessionReader
 
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
 DEFAULT_STATELESS_TTL_S: Final = 900.0
 MAX_NOTE_CHARS: Final = 256 * 1024
 """Maximum length of the requester's private note on a turn."""
-_NO_RETENTION: Final[Mapping[str, float | None]] = MappingProxyType({})
+_NO_LIMITS: Final[Mapping[str, AccountLimits]] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
 
@@ -97,7 +103,7 @@ class SessionManager:
         stateless_ttl_s: Idle seconds after which a stateless session without its own ``ttl_s`` expires.
         max_transcript_chars: Maximum of characters in a session's history.
         journal: Where sessions are recorded; ``None`` if they end with the daemon.
-        archive: Where archived sessions are read; ``None`` if none are archived.
+        archive: Where archived sessions and shares are read; ``None`` if there are none.
         observer: Notified of each turn that ended.
         tracer: Traces turns; ``None`` for no traces.
         admit: Raises while no new turn may start; running turns continue.
@@ -119,7 +125,7 @@ class SessionManager:
         stateless_ttl_s: float = DEFAULT_STATELESS_TTL_S,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
         journal: Journal | None = None,
-        archive: ArchiveStore | None = None,
+        archive: SessionReader | None = None,
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
         admit: Callable[[], None] = lambda: None,
@@ -160,6 +166,7 @@ class SessionManager:
             tracer=tracer or NullTracer(),
             active_turns=self._active_turns,
             text_quota=self._text_quota,
+            make_text_room=self._make_text_room,
             sink_changed=self._table.on_sink_changed,
             settings=settings,
             stateless_ttl_s=stateless_ttl_s,
@@ -172,6 +179,10 @@ class SessionManager:
             table=self._table,
             notifier=self._notifier,
             make_room=self._make_room,
+        )
+        self.presets = PresetLibrary(self._journal, self._notifier, stored=self.durable)
+        self.shares = SessionShares(
+            archive, journal=self._journal, services=self._services, table=self._table, archive=self.archive
         )
 
     @property
@@ -206,9 +217,17 @@ class SessionManager:
         match request:
             case requests.CreateSession(store=store):
                 return self._journal.of_client(client_id) if store else NullJournal()
-            case requests.ListSessions():
+            case requests.ListSessions() | requests.ListPresets() | requests.SavePreset() | requests.DeletePreset():
                 return self._journal.of_client(client_id)
-            case requests.GetSession() | requests.ForkSession() | requests.SetMetadata() | requests.CloseSession():
+            case requests.CreateShare() | requests.ListShares() | requests.RevokeShare():
+                return self._journal.of_client(client_id)
+            case (
+                requests.GetSession()
+                | requests.ForkSession()
+                | requests.SetMetadata()
+                | requests.SetModel()
+                | requests.CloseSession()
+            ):
                 session = self._table.get(request.session_id)
                 return session.journal if session else NullJournal()
             case _:
@@ -219,16 +238,16 @@ class SessionManager:
         stored: Iterable[StoredSession],
         *,
         clean: bool,
-        retention_days: Mapping[str, float | None] = _NO_RETENTION,
+        limits: Mapping[str, AccountLimits] = _NO_LIMITS,
     ) -> None:
         """Restore the sessions of an earlier daemon, and resubmit their pending turns.
 
         Args:
             stored: The stored sessions.
             clean: Whether all published events were stored. If not, the positions of clients are invalid.
-            retention_days: The retention that clients have chosen.
+            limits: The limits of the accounts.
         """
-        self._table.set_retention(retention_days)
+        self.set_limits(limits)
         sessions = restore_sessions(stored, clean=clean, services=self._services)
         for session in sessions:
             self._table.add(session)
@@ -240,6 +259,16 @@ class SessionManager:
                 pending_turn=self.totals().active_generations,
                 archived=self.archive.n_sessions,
             )
+
+    def set_limits(self, limits: Mapping[str, AccountLimits]) -> None:
+        """Set how long the sessions of clients are kept, and how much they may store, by client id."""
+        self._table.set_retention({client_id: each.retention_days for client_id, each in limits.items()})
+        for client_id, each in limits.items():
+            self.archive.set_limit(client_id, each.archive_mib)
+
+    def engine_changed(self, name: str, status: EngineStatus) -> None:
+        """Prepare for turns of a model when its engine is ready."""
+        self._services.models.prepare_template(name, status)
 
     def subscribe(self, handler: SessionEventHandler) -> None:
         """Call ``handler`` when a session's metadata changes or a session ends, for other sockets of its client."""
@@ -253,6 +282,21 @@ class SessionManager:
         """Return the sessions whose KV is kept: the live ones and the archived ones used last."""
         return (*self._table.session_ids, *self.archive.kv_owners)
 
+    def live_sessions(self, client_id: str | None, *, after: str | None, limit: int) -> tuple[list[LiveSession], bool]:
+        """Return up to ``limit`` live sessions of a client, or of all, after ``after``, and whether there are more.
+
+        Raises:
+            InferenceCenterError: ``session_not_found`` when ``after`` is not live.
+        """
+        if after is not None and self._table.get(after) is None:
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, field="after", hint="Read the list anew.")
+        all_of = iter(self._table) if client_id is None else iter(self._table.all_of(client_id))
+        if after is not None:
+            all_of = dropwhile(lambda each: each.config.session_id != after, all_of)
+            next(all_of, None)
+        found = list(islice(all_of, limit + 1))
+        return found[:limit], len(found) > limit
+
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
         """End a live session, or up to ``MAX_BATCH`` sessions of a client, as if the client had closed them.
 
@@ -261,6 +305,7 @@ class SessionManager:
         """
         if kind == "client":
             sessions = self._table.all_of(name, at_most=MAX_BATCH)
+            self.presets.forget(name)
         else:
             sessions = [session for session in (self._table.get(name),) if session is not None]
         for session in sessions:
@@ -323,6 +368,20 @@ class SessionManager:
         self._notifier.notify_metadata(session, by=sink)
         return reply
 
+    def set_model(
+        self, client: Principal, request: requests.SetModel, sink: EventSink | None = None
+    ) -> events.ModelSet:
+        """Change a session's model; ``sink`` is the requester.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, and see ``LiveSession.set_model``.
+        """
+        session = self._table.get_owned(client, request.session_id)
+        limits = self._services.quota_of(client.client_id, client.token_id).limits
+        reply = session.set_model(request.model, limits)
+        self._notifier.notify_model(session, reply, by=sink)
+        return reply
+
     def resume(self, client: Principal, request: requests.ResumeSession, sink: ReplaySink) -> None:
         """Make ``sink`` the subscriber of a session and replay the events it has missed.
 
@@ -365,6 +424,7 @@ class SessionManager:
             session
             for session in own
             if session.state is SessionState.IDLE
+            and not session.runs_mcp_calls
             and begins_like(session.history, messages)
             and (session.config.chosen_model, session.config.mode, session.config.on_full) == kind
         ]
@@ -423,6 +483,24 @@ class SessionManager:
             InferenceCenterError: ``session_not_found``, and see ``LiveSession.append``.
         """
         self._table.get_owned(client, request.session_id).append(request, sink)
+
+    def call_mcp_tool(
+        self, client: Principal, request: requests.CallMcpTool, sink: EventSink, run: ToolCallRunner
+    ) -> None:
+        """Run a pending tool call of a session; its events go to ``sink``.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, and see ``LiveSession.call_mcp_tool``.
+        """
+        self._table.get_owned(client, request.session_id).call_mcp_tool(request, sink, run)
+
+    def pending_call(self, client: Principal, session_id: str, call_id: str) -> ToolCall | None:
+        """Return a tool call of a session's last answer that has no result yet.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``.
+        """
+        return pending_calls(self._table.get_owned(client, session_id).history.messages).get(call_id)
 
     def get(self, client: Principal, request: requests.GetSession) -> events.Session:
         """Return the full description of a session.
@@ -485,6 +563,7 @@ class SessionManager:
             session.detach()
             if session.config.on_disconnect == "close":
                 self._close(session)
+        self.archive.detach(sink)
 
     def session_counts(self, client_id: str) -> tuple[int, int]:
         """Return the number of a client's open sessions, and how many of them run a turn."""
@@ -511,6 +590,9 @@ class SessionManager:
         self, client: Principal, session: LiveSession, *, parent: LiveSession | None = None
     ) -> events.SessionCreated:
         config = session.config
+        self.set_limits(
+            {client.client_id: AccountLimits(client.max_sessions, client.retention_days, client.archive_mib)}
+        )
         nearly = self.archive.check_new(client.client_id) if config.store else ()
         created = events.SessionCreated(
             session_id=config.session_id,
@@ -523,7 +605,6 @@ class SessionManager:
         )
         n_chars = 0 if config.stateless else session.n_chars
         self._make_room(client, n_chars, stateless=config.stateless, excluded=parent)
-        self._table.set_retention({client.client_id: client.retention_days})
         session.open(parent=created.parent)
         self._table.add(session)
         if config.metadata:
@@ -538,21 +619,40 @@ class SessionManager:
         Raises:
             InferenceCenterError: ``session_limit`` or ``quota_exceeded``.
         """
-        table, client_id = self._table, client.client_id
-        while not self._text_quota.fits(n_chars, client_id=client_id) and (
-            spare := table.least_used(client_id, excluded=excluded)
-        ):
-            self._archive_session(spare)
-        self._text_quota.check(n_chars, client_id=client_id)
+        table = self._table
+        self._archive_idle(client.client_id, n_chars, excluded=excluded)
         while (victim := table.select_victim(client, stateless=stateless, excluded=excluded)) is not None:
             if not (table.archives and victim.is_archivable):
                 self._close(victim)
                 break
             self._archive_session(victim)
 
+    def _make_text_room(self, session_id: str, n_chars: int) -> None:
+        """Archive idle sessions that leave no room for so many more characters of another one of their client.
+
+        Raises:
+            InferenceCenterError: ``quota_exceeded``.
+        """
+        session = self._table.get(session_id)
+        assert session is not None, "it is open"
+        self._archive_idle(session.config.client_id, n_chars, excluded=session)
+
+    def _archive_idle(self, client_id: str, n_chars: int, *, excluded: LiveSession | None) -> None:
+        """Archive the client's idle sessions until so many more characters fit into memory.
+
+        Raises:
+            InferenceCenterError: ``quota_exceeded``.
+        """
+        while not self._text_quota.fits(n_chars, client_id=client_id) and (
+            spare := self._table.least_used(client_id, excluded=excluded)
+        ):
+            self._archive_session(spare)
+        self._text_quota.check(n_chars, client_id=client_id)
+
     def _archive_session(self, session: LiveSession) -> None:
+        sink = session.sink
         self._table.remove(session)
-        self.archive.add(session.config.client_id, session.archive())
+        self.archive.add(session.config.client_id, session.archive(), sink)
 
     def _close(self, session: LiveSession, *, by: EventSink | None = None) -> events.SessionClosed:
         sink = session.sink

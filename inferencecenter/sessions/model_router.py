@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
@@ -154,6 +155,15 @@ class ModelRouter:
                 name, engine, ensure_loaded=partial(self._port.ensure_loaded, name), renderers=self._renderers
             )
         return serving
+
+    def prepare_template(self, name: str, status: EngineStatus) -> None:
+        """Start the process of a model's chat template when the model is loaded.
+
+        A session that was restored from disk would otherwise start it with its first turn, which takes 0.2 s longer.
+        """
+        if status.state is EngineState.READY and self._port.kind_of(name) == "chat":
+            with suppress(InferenceCenterError):  # does not compile: reported to those who use it
+                self.resolve(name).loaded().renderer("chat")
 
     def n_ctx(self, config: SessionConfig) -> int:
         """Return the current context size of a session in tokens; the initial one while it is unknown."""

@@ -46,6 +46,18 @@ class TurnObserver(Protocol):
         """Handle the end of a turn; never blocks, never raises."""
 
 
+class TurnObservers:
+    """Passes each ended turn to several observers."""
+
+    def __init__(self, *observers: TurnObserver) -> None:
+        self._observers = observers
+
+    def turn_ended(self, record: TurnRecord) -> None:
+        """Pass the turn on."""
+        for each in self._observers:
+            each.turn_ended(record)
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Totals over all sessions; ``tokens_per_s`` is the mean of the last ten seconds."""

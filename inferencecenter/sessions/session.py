@@ -12,16 +12,20 @@ view are prefixes of the same event sequence, with memory ahead of the journal a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.mcp.gateway import ToolOutcome
 from inferencecenter.protocol import events
-from inferencecenter.protocol.values import SessionSummary
+from inferencecenter.protocol.values import ChatMessage, SessionSummary
+from inferencecenter.sessions.context import check_model
 from inferencecenter.sessions.event_log import EventLog
 from inferencecenter.sessions.history import HistorySize, HistoryView, TurnFailure, TurnLog
 from inferencecenter.sessions.journal import (
+    ConfigChanged,
     HistoryChanged,
-    MetadataChanged,
+    McpCallsChanged,
     NullJournal,
     SessionArchived,
     SessionDeleted,
@@ -31,21 +35,24 @@ from inferencecenter.sessions.journal import (
     UsageRecorded,
     check_writable,
 )
+from inferencecenter.sessions.mcp_calls import McpCalls
 from inferencecenter.sessions.prompt.plan import messages_of, n_kept
 from inferencecenter.sessions.states import SESSION, SessionChange, SessionState
 from inferencecenter.sessions.turn import Turn, new_turn_spec
 from inferencecenter.sessions.turn_runner import TurnRunner
 
 if TYPE_CHECKING:
+    from inferencecenter.config.limits import AccessLimits
     from inferencecenter.ipc.messages import Failed
     from inferencecenter.protocol.base import SessionEvent
     from inferencecenter.protocol.params import Params
-    from inferencecenter.protocol.requests import Abort, Append, Infer, ResumeSession, RewindSession
-    from inferencecenter.protocol.values import ChatMessage, Usage
+    from inferencecenter.protocol.requests import Abort, Append, CallMcpTool, Infer, ResumeSession, RewindSession
+    from inferencecenter.protocol.values import McpCallStatus, Usage
     from inferencecenter.sessions.context import EventSink, Principal, Quota, ReplaySink, SessionConfig, SessionServices
     from inferencecenter.sessions.event_log import ReplayLoss
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.journal import Journal, StoredSession
+    from inferencecenter.sessions.mcp_calls import ToolCallRunner
     from inferencecenter.sessions.turn import TurnOutcome
 
 
@@ -53,9 +60,9 @@ if TYPE_CHECKING:
 class TurnSnapshot:
     """A turn as seen from outside: the messages ``before`` it, its own ``input_messages``, and its ``answer``.
 
-    ``note`` is the private text of the requester. A ``running`` turn has no answer or usage yet, and a
-    ``finish_reason`` only if its end is being forced. A discarded turn has no messages; a failed turn has its
-    ``failure``.
+    ``note`` is the private text of the requester, ``ended_at`` is in Unix seconds, and unknown for turns of older
+    versions. A ``running`` turn has no answer or usage yet, and a ``finish_reason`` only if its end is being forced. A
+    discarded turn has no messages; a failed turn has its ``failure``.
     """
 
     turn_id: str
@@ -67,6 +74,7 @@ class TurnSnapshot:
     usage: Usage | None = None
     running: bool = False
     failure: events.Error | None = None
+    ended_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,7 @@ class SessionSnapshot:
     last_used_at: float
     history: History
     turn_log: TurnLog
+    mcp_calls: tuple[McpCallStatus, ...] = ()
 
     def describe(self, params: Params) -> events.Session:
         """Return the full description of the session with its effective params; a running turn is not included."""
@@ -104,6 +113,7 @@ class SessionSnapshot:
             transcript=history.messages,
             turns=self.turn_log.turns,
             usage=self.turn_log.usage,
+            mcp_calls=self.mcp_calls or None,
         )
 
     def summary(self) -> SessionSummary:
@@ -146,6 +156,7 @@ class SessionSnapshot:
             answer=turn_messages[-1] if turn_messages else None,
             finish_reason=listed.finish_reason,
             usage=listed.usage,
+            ended_at=listed.ended_at,
         )
 
     def resumed(self, lost: ReplayLoss | None, *, turn: Turn | None, request_id: str | None) -> events.SessionResumed:
@@ -175,6 +186,7 @@ class SessionSnapshot:
             n_ctx=self.n_ctx if lost else None,
             n_tokens=self.history.n_tokens if lost else None,
             dropped_messages=self.history.view.n_dropped if lost else None,
+            mcp_calls=(self.mcp_calls or None) if lost else None,
         )
 
 
@@ -224,6 +236,7 @@ class LiveSession:
         self._history = history
         self._turn_log = turn_log
         self._runner: TurnRunner | None = None
+        self._mcp_calls = McpCalls()
         self._counted_chars = 0
         self._last_used_at = config.created_at if last_used_at is None else last_used_at
         # The wall clock is read once: a clock change while the daemon runs expires nothing.
@@ -232,16 +245,20 @@ class LiveSession:
         self._last_used = self._loaded - unused_s
 
     @classmethod
-    def restored(cls, stored: StoredSession, config: SessionConfig, *, services: SessionServices) -> LiveSession:
+    def restored(
+        cls, stored: StoredSession, config: SessionConfig, *, services: SessionServices, sink: EventSink | None = None
+    ) -> LiveSession:
         """Return a session restored from the store; ``recover`` resubmits its pending turn."""
         session = cls(
             config,
             services=services,
             history=stored.history,
             turn_log=TurnLog(stored.turns, stored.ends, stored.notes, stored.failures),
+            sink=sink,
             seq=stored.seq,
             last_used_at=stored.last_used_at,
         )
+        session._mcp_calls = McpCalls.restored(stored.mcp_calls, stored.history.messages)
         session._update_counted_chars()
         if (pending_turn := stored.pending_turn) is not None:
             now = services.monotonic()
@@ -266,13 +283,18 @@ class LiveSession:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last use; 0 while a turn runs."""
-        return 0.0 if self._runner else self._services.monotonic() - self._last_used
+        """Seconds since the last use; 0 while a turn or a tool call runs."""
+        return 0.0 if self._runner or self.runs_mcp_calls else self._services.monotonic() - self._last_used
 
     @property
     def unused_s(self) -> float:
         """Seconds since the last use, or since it was loaded."""
         return min(self.idle_s, self._services.monotonic() - self._loaded)
+
+    @property
+    def runs_mcp_calls(self) -> bool:
+        """Whether the daemon runs tool calls of the session."""
+        return self._mcp_calls.n_running > 0
 
     @property
     def snapshot(self) -> SessionSnapshot:
@@ -287,6 +309,7 @@ class LiveSession:
             last_used_at=self._last_used_at,
             history=self._history,
             turn_log=self._turn_log,
+            mcp_calls=self._mcp_calls.statuses,
         )
 
     def turn_snapshot(self, turn_id: str) -> TurnSnapshot:
@@ -322,6 +345,7 @@ class LiveSession:
         """Whether the store has everything of the session, so that it can leave memory."""
         return (
             self._state is SessionState.IDLE
+            and not self.runs_mcp_calls
             and self.config.store
             and self.config.on_disconnect == "detach"
             and self.journal.fault is None
@@ -384,14 +408,41 @@ class LiveSession:
         self._events.resume(sink, answer, missed.events)
 
     def abort(self, request: Abort) -> None:
-        """Request the end of the running turn; its ``end`` answers the request.
+        """Request the end of the running turn, or of the running tool calls; what ends answers the request.
 
         Raises:
             InferenceCenterError: ``nothing_to_abort`` or ``turn_not_found``.
         """
         if (runner := self._runner) is None:
+            if self.runs_mcp_calls and request.turn_id is None:
+                self._mcp_calls.stop()
+                return
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT)
         runner.abort(request)
+
+    def call_mcp_tool(self, request: CallMcpTool, sink: EventSink, run: ToolCallRunner) -> None:
+        """Run a tool call of the last answer; its result becomes a message. ``sink`` becomes the subscriber.
+
+        The call is sent once its record is committed, so that a restart finds every call that may have run.
+
+        Raises:
+            InferenceCenterError: ``session_busy``, ``storage_unavailable`` or ``invalid_request``.
+        """
+        if self._runner is not None:
+            raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint="Call it after its turn has ended.")
+        check_writable(self.journal)
+        call, status = self._mcp_calls.begin(request, self._history.messages)
+        self._touch()
+        self._events.attach(sink)
+        event = self._events.mcp_call(status, outcome=None, request_id=request.id)
+        self._events.publish(event, self._mcp_calls_record(event.seq))
+        on_end = partial(self._mcp_call_ended, call.call_id, request.id)
+
+        def start() -> None:
+            if not self._mcp_calls.send(call.call_id, lambda: run(status.tool, call.arguments, on_end)):
+                on_end(ToolOutcome("failed", detail="the call was stopped before it was sent"))
+
+        self.journal.release(start)
 
     def append(self, request: Append, sink: EventSink) -> None:
         """Add messages to the history without generating; the template validates them at the next turn.
@@ -462,13 +513,30 @@ class LiveSession:
         """
         check_writable(self.journal)
         self.config = replace(self.config, metadata=dict(metadata))
-        self._events.write(MetadataChanged(config=self.config))
+        self._events.write(ConfigChanged(config=self.config))
         return events.MetadataSet(session_id=self.config.session_id, metadata=self.config.metadata)
+
+    def set_model(self, model: str | None, limits: AccessLimits) -> events.ModelSet:
+        """Answer with another model from the next turn on; ``None`` follows the default model.
+
+        Raises:
+            InferenceCenterError: ``session_busy``, ``storage_unavailable``, ``model_not_found``, ``forbidden``, or
+                ``invalid_request`` for a model that generates no text.
+        """
+        self._check_idle("Change its model")
+        check_writable(self.journal)
+        engines = self._services.models
+        name = engines.resolve(model).name
+        check_model(name, limits)
+        self.config = replace(self.config, chosen_model=model)
+        self._events.write(ConfigChanged(config=self.config))
+        return events.ModelSet(session_id=self.config.session_id, model=name, n_ctx=engines.n_ctx(self.config))
 
     def close(self) -> events.SessionClosed:
         """Close the session: abort its running turn and release its KV cache in the engines."""
         if (runner := self._runner) is not None:
             runner.cancel()
+        self._mcp_calls.stop()
         self._finish(SessionChange.CLOSE)
         self._events.write(self._deletion_record())
         return events.SessionClosed(session_id=self.config.session_id)
@@ -494,7 +562,7 @@ class LiveSession:
     def archive(self) -> SessionArchived:
         """Leave memory; the session stays stored, and engines keep its KV.
 
-        A subscriber is not told: its position stays valid, and its next request loads the session.
+        A subscriber is not told: its position stays valid, and it is the subscriber again when the session is loaded.
         """
         record = SessionArchived(
             session_id=self.config.session_id,
@@ -531,7 +599,9 @@ class LiveSession:
         self._end_turn()
         self._history = history
         note = turn.spec.note
-        listed = self._turn_log.record_end(turn.turn_key, end, n_messages=len(history.messages), note=note)
+        listed = self._turn_log.record_end(
+            turn.turn_key, end, n_messages=len(history.messages), note=note, ended_at=self._services.clock()
+        )
         self._update_counted_chars()
         record = TurnEnded(
             session_id=self.config.session_id,
@@ -549,6 +619,7 @@ class LiveSession:
             completion_tokens=turn.counted_tokens,
         )
         self._events.publish(end, record)
+        self._prune_mcp_calls()
         if not self.config.store:
             self._count_usage(record.remaining_usage())
         self._services.metrics.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
@@ -592,9 +663,17 @@ class LiveSession:
 
     def _begin(self, request: Infer, client: Principal, sink: EventSink, *, note: str) -> None:
         services, config = self._services, self.config
+        self._mcp_calls.check_free("Wait for mcp_call, or abort it.")
         check_writable(self.journal)
         services.admit()
         messages = messages_of(request)
+        if not messages and (not self._history.messages or self._history.messages[-1].role not in ("user", "tool")):
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "there is no message to answer: the history does not end with one from user or tool",
+                field="prompt",
+                hint="Give prompt or messages.",
+            )
         self._history.check_tool_results(messages)
         size = HistorySize.of(messages)
         services.history_limits(note_chars=self._turn_log.n_note_chars + len(note)).check(self._history.size + size)
@@ -651,7 +730,7 @@ class LiveSession:
 
     def _check_text_quota(self, n_chars: int) -> None:
         if not self.config.stateless:
-            self._services.text_quota.check(n_chars, client_id=self.config.client_id)
+            self._services.make_text_room(self.config.session_id, n_chars)
 
     def _update_counted_chars(self) -> None:
         if not self.config.stateless:
@@ -665,10 +744,48 @@ class LiveSession:
         self._last_used = self._services.monotonic()
         self._last_used_at = self._services.clock()
 
+    def _mcp_call_ended(self, call_id: str, request_id: str | None, outcome: ToolOutcome) -> None:
+        """Add the result of a tool call to the history, or publish why there is none."""
+        if self._state is not SessionState.IDLE:
+            return  # it was closed meanwhile
+        history = self._history
+        if outcome.state == "done":
+            message = ChatMessage(role="tool", content=outcome.text, tool_call_id=call_id)
+            try:
+                history = history.appended((message,), limits=self._services.history_limits())
+                self._check_text_quota(history.size.n_chars - self._history.size.n_chars)
+            except InferenceCenterError as error:
+                outcome = ToolOutcome("unknown", detail=f"its result cannot be stored: {error.message}")
+                history = self._history
+        status = self._mcp_calls.end(call_id, is_known=outcome.state != "unknown")
+        assert status is not None, "no other change forgets a call that runs"
+        self._touch()
+        event = self._events.mcp_call(status, outcome=outcome, request_id=request_id)
+        if outcome.state == "done":
+            self._history = history
+            self._update_counted_chars()
+            # First the result: if only this is committed, the mark that is left is dropped when it is loaded.
+            self._events.write(self._history_record(event.seq))
+        self._events.publish(event, self._mcp_calls_record(event.seq))
+
+    def _prune_mcp_calls(self) -> None:
+        """Forget the unknown calls that a change of the history answered or removed."""
+        if self._mcp_calls.prune(self._history.messages):
+            self._events.write(self._mcp_calls_record(self._events.seq))
+
+    def _mcp_calls_record(self, seq: int) -> McpCallsChanged:
+        return McpCallsChanged(
+            session_id=self.config.session_id,
+            seq=seq,
+            last_used_at=self._last_used_at,
+            calls=self._mcp_calls.statuses,
+        )
+
     def _publish_change(self, event: SessionEvent, sink: EventSink) -> None:
         self._touch()
         record = self._history_record(event.seq, rewound=isinstance(event, events.SessionRewound))
         self._events.reply(event, record, sink)
+        self._prune_mcp_calls()
 
     def _history_record(self, seq: int, *, rewound: bool = False) -> HistoryChanged:
         return HistoryChanged(
@@ -683,6 +800,7 @@ class LiveSession:
     def _check_idle(self, action: str) -> None:
         if self._runner is not None:
             raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{action} after its turn has ended.")
+        self._mcp_calls.check_free(f"{action} after it has ended, or abort it.")
 
     def _limit_replay(self) -> None:
         if self._runner is not None:

@@ -239,14 +239,16 @@ class SessionTable:
         if victim is not None:
             return victim
         if within_own_limit:
+            field = "sessions.max_sessions"
             message = f"all {self._settings.max_sessions} sessions of this daemon are in use"
             hint = (
                 "Try again later." if stateless else "Close one of yours that is no longer needed, or try again later."
             )
         else:
+            field = "max_sessions"
             message = f"this client has {n_own} sessions of {client.max_sessions}"
             hint = "Try again later." if stateless else _WAIT if self.archives else _CLOSE_ONE
-        raise InferenceCenterError(ErrorCode.SESSION_LIMIT, message, hint=hint)
+        raise InferenceCenterError(ErrorCode.SESSION_LIMIT, message, hint=hint, field=field)
 
     def least_used(self, client_id: str, *, excluded: LiveSession | None = None) -> LiveSession | None:
         """Return the client's least recently used session that can be archived, a detached one if there is one."""
@@ -348,7 +350,7 @@ def ttl_warnings(ttl_s: float | None) -> tuple[str, ...]:
 
 
 def _is_closable(session: LiveSession, excluded: LiveSession | None) -> bool:
-    return session.state is SessionState.IDLE and session is not excluded
+    return session.state is SessionState.IDLE and not session.runs_mcp_calls and session is not excluded
 
 
 def _drop(held: defaultdict[_Key, dict[str, LiveSession]], key: _Key, name: str) -> None:

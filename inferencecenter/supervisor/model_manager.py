@@ -59,12 +59,18 @@ def _not_planned(name: str, reason: str) -> InferenceCenterError:
 def summary(name: str, model: ManagedModel | None, *, default: bool, kind: ModelKind) -> ModelSummary:
     """Return a model's entry in a list; ``None`` is a model that was never requested."""
     status = model.supervisor.status if model else None
-    loaded = status.model if status else None
     if status is None:
         return ModelSummary(name=name, default=default, kind=kind, state="unloaded")
+    loaded = status.model
+    fraction = round(status.load_fraction, 2) if _STATES.get(status.state) == "loading" else None
     if loaded is None:
         return ModelSummary(
-            name=name, default=default, kind=kind, state=_STATES.get(status.state, "unloaded"), detail=status.detail
+            name=name,
+            default=default,
+            kind=kind,
+            state=_STATES.get(status.state, "unloaded"),
+            detail=status.detail,
+            load_fraction=fraction,
         )
     return ModelSummary(
         name=name,
@@ -76,6 +82,8 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
         slots=loaded.slots,
         parameters=loaded.n_params,
         size_mb=round(loaded.size_bytes / MIB, 1),
+        has_chat_template=bool(loaded.chat_template),
+        load_fraction=fraction,
     )
 
 

@@ -16,7 +16,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign
 from inferencecenter.hardware import nvml
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
-from inferencecenter.hardware.host import read_host
+from inferencecenter.hardware.memory import read_host
 from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.placement import MIB, PlacementConstraints, margin_bytes
 from inferencecenter.hardware.split import CONTEXT_BYTES, USUAL_N_UBATCH, plan

@@ -9,9 +9,13 @@ import logging
 import os
 import re
 import sys
+import threading
+import time
+from collections import deque
+from itertools import islice
 from logging.handlers import RotatingFileHandler
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 import orjson
 import structlog
@@ -19,7 +23,7 @@ import structlog
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
     from typing import TextIO
 
@@ -215,7 +219,46 @@ def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     return event
 
 
-_SAFE: Final[tuple[Processor, ...]] = (structlog.processors.format_exc_info, redact)
+class RecentLine(NamedTuple):
+    """A recent line: its number from 1 on, Unix seconds, level and text."""
+
+    number: int
+    at: float
+    level: str
+    text: str
+
+
+class LogRing:
+    """The last lines of this process's log, redacted and truncated; thread-safe."""
+
+    def __init__(self, *, max_lines: int = 1000, max_chars: int = 1000) -> None:
+        self._lines: deque[RecentLine] = deque(maxlen=max_lines)
+        self._max_chars = max_chars
+        self._lock = threading.Lock()
+        self._number = 0
+
+    def __call__(self, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        """Keep a line, as a processor of structlog after ``redact``."""
+        others = (f"{name}={value}" for name, value in event.items() if name not in ("timestamp", "level", "event"))
+        text = _TOKEN.sub(rf"ic_\1_{REDACTED}", " ".join((str(event.get("event", "")), *others)))
+        with self._lock:
+            self._number += 1
+            level = str(event.get("level", method))
+            self._lines.append(RecentLine(self._number, time.time(), level, text[: self._max_chars]))
+        return event
+
+    def after(self, number: int, *, limit: int) -> tuple[list[RecentLine], int]:
+        """Return the last ``limit`` lines after the one with this number, and how many were left out before them."""
+        with self._lock:
+            n_new = self._number - number
+            n_shown = max(0, min(n_new, limit, len(self._lines)))
+            start = len(self._lines) - n_shown
+            return list(islice(self._lines, start, None)), max(0, n_new - n_shown)
+
+
+RECENT: Final = LogRing()
+"""Of this process: there is one log."""
+_SAFE: Final[tuple[Processor, ...]] = (structlog.processors.format_exc_info, redact, RECENT)
 
 
 def _pretty(*, colors: bool) -> list[Processor]:
@@ -236,3 +279,33 @@ def _in_order(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDi
 
 def _dumps(value: object, **_options: object) -> str:
     return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+# Rate limit for log lines caused by clients: one per interval, with the number of suppressed lines.
+
+INTERVAL_S: Final = 60.0
+
+
+class LogLimit:
+    """Admits the first line and then one per interval.
+
+    Args:
+        interval_s: Minimum seconds between two lines.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(self, interval_s: float = INTERVAL_S, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next_s = float("-inf")
+        self._n_held_back = 0
+
+    def admit(self) -> int | None:
+        """Return how many lines were suppressed since the last one, or ``None`` if this one is suppressed too."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            self._n_held_back += 1
+            return None
+        self._next_s = now_s + self._interval_s
+        n_held_back, self._n_held_back = self._n_held_back, 0
+        return n_held_back

@@ -5,6 +5,7 @@ Label values come from closed tables; names of clients are bounded (``instrument
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -13,12 +14,124 @@ from inferencecenter.core.errors import ErrorCode
 from inferencecenter.telemetry.engine_metrics import EngineMetrics
 from inferencecenter.telemetry.instruments import BoundedLabel, Gauges, MetricRegistry, label_text
 from inferencecenter.telemetry.loop_monitor import BOUNDS_S
-from inferencecenter.telemetry.machine_metrics import MachineMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from prometheus_client import Gauge
+
+    from inferencecenter.telemetry.instruments import MetricRegistry
+
+
+# Metrics of the machine: processes, memory and GPUs. All are gauges read at a scrape.
+
+
+class MachineMetrics:
+    """Metrics of the machine. Those of GPUs have the label ``gpu``, NVML's index; unavailable readings are absent."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self._declare_processes(registry)
+        self._declare_gpus(registry)
+
+    def _declare_processes(self, registry: MetricRegistry) -> None:
+        self.process_cpu_s = registry.counter(
+            "process_cpu_seconds",
+            "CPU time of a process since its start: front, or the engine of a model.",
+            "process",
+            "model",
+        )
+        self.process_rss_bytes = registry.gauge(
+            "process_resident_memory_bytes", "Resident memory of a process, including mapped files.", "process", "model"
+        )
+        self.memory_pressure = registry.gauge(
+            "memory_pressure",
+            "1 for the current memory pressure: easy, shedding (parked KV is evicted) or full.",
+            "state",
+        )
+        self.memory_used_bytes = registry.gauge(
+            "memory_used_bytes", "Main memory in use, measured as memory_limit_bytes is."
+        )
+        self.memory_limit_bytes = registry.gauge(
+            "memory_limit_bytes", "Main memory in use above which parked KV is evicted."
+        )
+
+    def _declare_gpus(self, registry: MetricRegistry) -> None:
+        self._gpu_gauges: list[Gauge] = []
+
+        def gauge(name: str, documentation: str, *labels: str) -> Gauge:
+            made = registry.gauge(f"gpu_{name}", documentation, "gpu", *labels)
+            self._gpu_gauges.append(made)
+            return made
+
+        self.gpu_info = gauge("info", "Always 1 for each GPU; the labels describe it.", "name", "uuid", "driver")
+        self.gpu_temperature_c = gauge("temperature_celsius", "Temperature of a GPU.")
+        self.gpu_power_watts = gauge("power_watts", "Power draw of a GPU.")
+        self.gpu_power_limit_watts = gauge("power_limit_watts", "Power limit of a GPU.")
+        self.gpu_fan_percent = gauge("fan_percent", "Fan speed of a GPU.")
+        self.gpu_utilization_percent = gauge("utilization_percent", "Share of time in which a GPU was busy.")
+        self.gpu_memory_used_bytes = gauge("memory_used_bytes", "Used memory of a GPU, by all processes.")
+        self.gpu_memory_total_bytes = gauge("memory_total_bytes", "Total memory of a GPU.")
+        self.gpu_sm_clock_mhz = gauge("sm_clock_megahertz", "SM clock of a GPU.")
+        self.gpu_slowdown = gauge("slowdown", "1 for each reason for which a GPU is throttled now.", "reason")
+        self.thermal_state = registry.gauge(
+            "thermal_state", "1 for the current thermal state of the GPUs: cool, warm or hot.", "state"
+        )
+
+    def clear_gpus(self) -> None:
+        """Drop the readings of GPUs: one that no longer responds has no temperature."""
+        for gauge in self._gpu_gauges:
+            gauge.clear()
+
+    def clear_processes(self) -> None:
+        """Drop the readings of processes: one that has ended uses nothing."""
+        self.process_cpu_s.clear()
+        self.process_rss_bytes.clear()
+
+
+# A tool that only computes, up to ``mcp.NAME.timeout_s``.
+_TOOL_CALL_BOUNDS_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class McpMetrics:
+    """Metrics of the declared MCP servers, by name."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self._calls = registry.counter(
+            "mcp_calls",
+            "Ended calls of tools of MCP servers, by outcome: done, error (reported by the tool), failed (the tool did "
+            "not run) or unknown (it may have run).",
+            "server",
+            "outcome",
+        )
+        self.call_s = registry.histogram(
+            "mcp_call_seconds",
+            "Duration of calls of tools of MCP servers, without the time in the account's queue.",
+            "server",
+            bounds=_TOOL_CALL_BOUNDS_S,
+        )
+        self._listing_failures = registry.counter(
+            "mcp_listing_failures", "Lists of tools that an MCP server did not deliver.", "server"
+        )
+        self._up = registry.gauge(
+            "mcp_server_up",
+            "1 if the last attempt to connect to an MCP server succeeded, else 0; absent before the first.",
+            "server",
+        )
+
+    def call_ended(self, server: str, outcome: str) -> None:
+        self._calls.labels(server, outcome).inc()
+
+    def listing_failed(self, server: str) -> None:
+        self._listing_failures.labels(server).inc()
+
+    def set_up(self, server: str, *, is_up: bool) -> None:
+        self._up.labels(server).set(is_up)
+
+    def server_removed(self, server: str) -> None:
+        """Drop the state of a server that is no longer declared, or is declared otherwise."""
+        with contextlib.suppress(KeyError):
+            self._up.remove(server)
+
 
 MAX_CLIENTS: Final = 50
 # From a short prompt after a cached history on a GPU to a long text on two cores behind a queue.
@@ -76,6 +189,7 @@ class DaemonMetrics:
         )
         self.engines = EngineMetrics(registry)
         self.machine = MachineMetrics(registry)
+        self.mcp = McpMetrics(registry)
         self.loop_lag_s = registry.histogram(
             "loop_lag_seconds",
             "Delay of a callback on the front's event loop, measured every 50 ms while clients are connected.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from inferencecenter.api.responses import request_schemas
-from inferencecenter.core.fair_worker import FairWorker
+from inferencecenter.core.fair_queue import FairWorker
 from tests.api.http_client import post
 
 if TYPE_CHECKING:
@@ -68,6 +68,17 @@ async def test_many_parts_are_converted_in_the_worker(
     monkeypatch.setattr(request_schemas, "messages_of", off_the_event_loop(request_schemas.messages_of))
     assert (await post(server, path, body)).status == 400
     assert runs == ["ada"] * (1 if path == "/v1/responses" else 2)
+
+
+@pytest.mark.parametrize(("n_texts", "runs"), [(100, []), (3000, ["ada"])])
+async def test_many_values_are_parsed_in_the_worker(
+    server: Running, monkeypatch: pytest.MonkeyPatch, n_texts: int, runs: list[str]
+) -> None:
+    """A body of a few KiB and one object can have thousands of lists, each of which is validated."""
+    found = counted_runs(monkeypatch)
+    body = {"model": "stub", "input": [[1]] * n_texts}
+    assert (await post(server, "/v1/embeddings", body)).status == 400
+    assert found == runs
 
 
 @pytest.mark.parametrize(("n_chars", "runs"), [(100, []), (20_000, ["ada"])])

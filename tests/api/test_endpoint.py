@@ -19,7 +19,7 @@ from inferencecenter.auth.rate_limits import FREE_REFUSALS
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.core.fair_queue import FairShare
-from inferencecenter.protocol.json_bounds import MAX_STRUCTURE
+from inferencecenter.protocol.codec import MAX_STRUCTURE
 from inferencecenter.server.context import ServerContext
 from tests.api.http_client import TIMEOUT_S, exchange, parse_response, post, request
 from tests.api.streaming import CHAT, HI, next_chunk, next_turn, open_stream, requests_done, send_answer

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import orjson
 import pytest
 
 from inferencecenter.api.errors import error_body, error_headers
 from inferencecenter.core.errors import ERRORS, ErrorCode, ErrorSpec, InferenceCenterError
+from tests.api.http_client import post
+
+if TYPE_CHECKING:
+    from tests.server.harness import Running
 
 
 @pytest.mark.parametrize("row", [row for row in ERRORS.values() if row.on_http], ids=lambda row: row.code.value)
@@ -36,3 +42,25 @@ def test_retry_delay_is_sent_in_seconds_and_milliseconds() -> None:
     """``retry-after`` is rounded up; OpenAI's client reads ``retry-after-ms``."""
     headers = error_headers(InferenceCenterError(ErrorCode.RATE_LIMITED, retry_after_ms=1200))
     assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1200")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            "messages.0.content.0.type",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input.0.content.0",
+        ),
+    ],
+)
+async def test_image_is_refused_in_words(server: Running, path: str, body: dict[str, Any], param: str) -> None:
+    """And not as a type that no branch of a union has; the field is the part."""
+    response = await post(server, path, body)
+    assert (response.status, response.error["param"]) == (400, param)
+    assert response.error["message"].endswith("the model is given text only, and sees no images, files or sound")

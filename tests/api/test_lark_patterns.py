@@ -7,8 +7,7 @@ from typing import Final
 
 import pytest
 
-from inferencecenter.api.custom_tools import function_of, is_left_to_model
-from inferencecenter.api.lark_patterns import MAX_CHARS, pattern_of
+from inferencecenter.api.custom_tools import MAX_CHARS, function_of, is_left_to_model, pattern_of
 
 PATCH: Final = r"""
 start: begin_patch hunk+ end_patch
@@ -65,6 +64,8 @@ def test_grammar_of_patches_is_regular(text: str, expected: bool) -> None:
         ("%import common.CNAME -> NAME\nstart: NAME", ["a_1"], ["1a"]),
         ('start: "" | "a"', ["", "a"], ["b"]),
         ("start: /[$^]/", ["$"], [""]),
+        ('start: "a" b+\nb: "-" C\nC: "c" "d"\n%ignore " "', ["a-cd", " a  - cd -cd "], ["a-c d", "a -"]),
+        ("%import common.WS\n%import common.INT\n%ignore WS\n%ignore /#.*/\nstart: INT*", ["", " 1 # x\n2"], ["a"]),
     ],
 )
 def test_operators_are_those_of_regular_expressions(grammar: str, right: list[str], wrong: list[str]) -> None:
@@ -85,7 +86,8 @@ def test_operators_are_those_of_regular_expressions(grammar: str, right: list[st
         'start: ("a"',
         'start: "a" )',
         'start: "a" -> ',
-        'start: "a"\n%ignore " "',
+        'start: "a"\n%ignore a\na: "x" a',
+        'start: "a"\n%ignore',
         'start: "a" B\n%import common.B',
         'start: "a"\n%import other.B',
         'start.2: "a"',

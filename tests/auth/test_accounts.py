@@ -14,9 +14,11 @@ import pytest
 
 from inferencecenter.auth.account import Account, StaticClient
 from inferencecenter.auth.accounts import Accounts
+from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
+from inferencecenter.sessions.context import AccountLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,6 +212,44 @@ def test_client_has_its_own_retention(accounts: Accounts) -> None:
         assert account.retention_days == days
 
 
+def test_limits_of_sessions_are_changed_and_reset(accounts: Accounts) -> None:
+    """Each on its own; ``None`` selects the daemon's, and the audit log has the change."""
+    accounts.create_client("bob", max_sessions=1, priority="normal", retention_days=5, archive_mib=7)
+    assert accounts.change_client("bob", storage={"retention_days": 0.5})
+    assert accounts.session_limits()["bob"] == AccountLimits(1, 0.5, 7)
+    assert accounts.change_client("bob", storage={"retention_days": None, "archive_mib": 9})
+    assert accounts.session_limits()["bob"] == AccountLimits(1, None, 9)
+    account = accounts.account_of("bob")
+    assert account is not None
+    assert (account.retention_days, account.archive_mib) == (None, 9)
+    by_token = accounts.verify_token(accounts.create_token("bob").token)
+    assert by_token is not None
+    assert by_token.archive_mib == 9
+    for wrong in ({"retention_days": 0.0}, {"archive_mib": 0}, {"archive_mib": 2**21}):
+        with pytest.raises(InferenceCenterError) as caught:
+            accounts.change_client("bob", storage=wrong)
+        assert caught.value.field == next(iter(wrong))
+    lines = accounts.audit_lines(last=10, event=AuditEvent.CLIENT_CHANGED)
+    assert [line.detail for line in lines] == ["retention_days=0.5", "retention_days=default archive_mib=9"]
+
+
+def test_all_tokens_are_revoked_and_the_client_removed(accounts: Accounts) -> None:
+    """The audit log has both; a missing client is reported."""
+    accounts.ensure_client("bob", max_sessions=1, priority="normal")
+    tokens = [accounts.create_token("bob").token for _ in range(2)]
+    assert accounts.revoke_all("bob") == 2
+    assert [accounts.verify_token(token) for token in tokens] == [None, None]
+    assert accounts.revoke_all("bob") == 0
+    assert accounts.remove_client("bob", detail="sessions kept")
+    assert not accounts.remove_client("bob")
+    assert accounts.revoke_all("bob") is None
+    lines = accounts.audit_lines(last=2)
+    assert [(line.event, line.client_id, line.detail) for line in lines] == [
+        (AuditEvent.TOKEN_REVOKED, "bob", "all tokens (2)"),
+        (AuditEvent.CLIENT_REMOVED, "bob", "sessions kept"),
+    ]
+
+
 def test_retention_of_all_clients(path: Path, clock: Clock) -> None:
     """Of the database and clients.toml; the file's applies to a client in both."""
     static = {
@@ -219,7 +259,8 @@ def test_retention_of_all_clients(path: Path, clock: Clock) -> None:
     with closing(Accounts.open(path, clock=clock, static=static)) as opened:
         for name, days in (("ada", 7.0), ("both", 9.0), ("bob", None)):
             opened.ensure_client(name, max_sessions=1, priority="normal", retention_days=days)
-        assert opened.retentions() == {"ada": 7.0, "both": 3.0, "kitchen": 1.5}
+        found = {name: each.retention_days for name, each in opened.session_limits().items()}
+        assert found == {"ada": 7.0, "bob": None, "both": 3.0, "kitchen": 1.5, "plain": None}
 
 
 @pytest.mark.parametrize("days", [0.0, -1.0, 36_501.0, float("inf"), float("nan")])
@@ -260,7 +301,7 @@ def test_account_without_a_credential(accounts: Accounts) -> None:
     assert accounts.account_of("kitchen") == KITCHEN
     assert accounts.account_of("missing") is None
     limits = AccessLimits(tokens_per_day=5)
-    accounts.limit_client("ada", limits)
+    accounts.change_client("ada", limits=limits)
     account = accounts.account_of("ada")
     assert account is not None
     assert (account.client_id, account.token_id, account.limits) == ("ada", "", limits)

@@ -76,7 +76,7 @@ def test_version_1_is_migrated(path: Path) -> None:
         assert accounts.audit_lines(last=10) == []
         accounts.ensure_client("bob", max_sessions=1, priority="normal", retention_days=2)
     with closing(sqlite3.connect(path)) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (3,)
+        assert database.execute("PRAGMA user_version").fetchone() == (5,)
         assert database.execute("SELECT client_id, retention_days FROM clients ORDER BY 1").fetchall() == [
             ("ada", None),
             ("bob", 2.0),

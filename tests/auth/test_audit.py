@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -14,13 +16,14 @@ from structlog.testing import capture_logs
 
 from inferencecenter.auth import audit
 from inferencecenter.auth.accounts import Accounts
-from inferencecenter.auth.audit import MAX_ROWS, MERGE_S, PRUNE_ROWS, AuditEvent, AuditLine, audit_entry
+from inferencecenter.auth.audit import MAX_ROWS, MERGE_S, PRUNE_ROWS, AuditEvent, AuditLine, AuditLog, audit_entry
 from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.core.errors import InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+    from typing import Any
 
 DAY_S = 86_400.0
 LOGIN = audit_entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address="192.0.2.1")
@@ -225,6 +228,28 @@ def test_other_processes_read_and_write_entries(accounts: Accounts, path: Path, 
     assert len(accounts.audit_lines(last=10)) == 2
 
 
+def test_reader_sees_entries_that_another_thread_writes(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The periodic write may have drained the buffer, but not committed yet."""
+    drained, released = threading.Event(), threading.Event()
+    write_tallies = AuditLog.write_tallies
+
+    def write_slowly(*arguments: Any, **options: Any) -> None:
+        drained.set()
+        released.wait()
+        write_tallies(*arguments, **options)
+
+    monkeypatch.setattr(AuditLog, "write_tallies", write_slowly)
+    accounts.buffer_audit(LOGIN)
+    with ThreadPoolExecutor() as threads:
+        writing = threads.submit(accounts.flush_audit)
+        drained.wait()
+        reading = threads.submit(events, accounts)
+        wait([reading], timeout=0.3)  # without the lock it ends here, and sees nothing
+        released.set()
+        writing.result()
+        assert reading.result() == [(AuditEvent.LOGIN, "ada", "aabb", "")]
+
+
 def test_last_entries_are_filtered_by_client_and_event(accounts: Accounts, clock: Clock) -> None:
     """Filters apply before the limit, and the newest is last."""
     for number, client_id in enumerate(["ada", "bob", "ada", "ada"]):
@@ -263,8 +288,8 @@ def test_without_audit_days_entries_do_not_expire(path: Path, clock: Clock) -> N
 
 
 def test_total_rows_are_bounded() -> None:
-    """The shares of the events add up to the bound, and each exceeds its write batch."""
-    assert sum(MAX_ROWS.values()) == 100_000
+    """Each event has its share, which exceeds its write batch; logins have more, and keep it as events are added."""
+    assert sum(MAX_ROWS.values()) == 2 * 20_000 + 4_000 * (len(AuditEvent) - 2)
     assert set(MAX_ROWS) == set(AuditEvent)
     assert min(MAX_ROWS.values()) > PRUNE_ROWS
 

@@ -177,7 +177,7 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
     """Accounts with one client that may use 1000 tokens a day."""
     with closing(Accounts.open(tmp_path / "accounts.sqlite3", clock=lambda: 1000.0)) as opened:
         opened.ensure_client("ada", max_sessions=1, priority="normal")
-        opened.limit_client("ada", AccessLimits(tokens_per_day=1000, requests_per_minute=5))
+        opened.change_client("ada", limits=AccessLimits(tokens_per_day=1000, requests_per_minute=5))
         yield opened
 
 
@@ -214,7 +214,7 @@ def test_limit_changes_apply_at_once_and_keep_usage(accounts: Accounts, quotas: 
     quota = quotas.of("ada", token_id)
     quota.use(300)
     accounts.limit_token(token_id, AccessLimits(tokens_per_day=200))
-    accounts.limit_client("ada", AccessLimits(max_tokens=50))
+    accounts.change_client("ada", limits=AccessLimits(max_tokens=50))
     quotas.reload(AccessLimits(concurrent_turns=1))
     assert quotas.of("ada", token_id) is quota
     assert quota.limits == AccessLimits(tokens_per_day=200, max_tokens=50, concurrent_turns=1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks.daemon_process import DaemonUsage
 from benchmarks.jobs import Aborted, Round, Turns
 from benchmarks.observed_turn import Difference, ObservedTurn
+from benchmarks.options import Peer
 from benchmarks.peers.line import TurnUsage
 from benchmarks.scenarios import (
     SCENARIOS,
@@ -30,6 +33,7 @@ from benchmarks.scenarios import (
     shared_prefix,
     soak,
     sparse,
+    start,
     store,
     throughput,
 )
@@ -40,10 +44,13 @@ from benchmarks.stage import Measured
 from benchmarks.target import AbortTrace, TurnTrace
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.hardware.process_usage import ProcessUsage
+from tests.benchmarks.test_compare import OURS
 from tests.benchmarks.test_outages import outage, stream
 from tests.benchmarks.test_timeline import turn
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from benchmarks.results import Result
 
 BEFORE = DaemonUsage(
@@ -390,3 +397,23 @@ def test_soak_reports_errors_and_drift() -> None:
     assert not any(name.startswith("RSS engine") for name in found)
     assert found["TTFT p50, last / first"] == 1.5
     assert not any(name.startswith("ITL") for name in found)
+
+
+async def test_started_peer_has_as_many_slots_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command gets our daemon's slots and context."""
+    commands = []
+
+    @asynccontextmanager
+    async def start_peer(command: str, *, url: str) -> AsyncIterator[float]:
+        commands.append((command, url))
+        yield 0.5
+
+    async def found(*_names: str, **_options: str) -> Any:
+        return SimpleNamespace(side=SimpleNamespace(facts=OURS))
+
+    monkeypatch.setattr(start, "start_peer", start_peer)
+    monkeypatch.setattr(start, "found", found)
+    bench: Any = SimpleNamespace(run=lambda _label: nullcontext())
+    peer = Peer(name="peer", url="http://127.0.0.1:2", command="serve -np {slots} -c {context}")
+    assert await start._start_peer(bench, peer, OURS) == (OURS, start.Start(0.5))
+    assert commands == [("serve -np 8 -c 4096", "http://127.0.0.1:2")]

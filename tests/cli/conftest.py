@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.cli import main
+from inferencecenter.cli import main, output
 from inferencecenter.config import loader
 from tests.client.peer import scripted_daemon
 
@@ -70,5 +70,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg-data"))
     monkeypatch.setenv("COLUMNS", "200")
+    for console in (output.stdout, output.stderr):
+        # A console takes its width from COLUMNS once, when the first test of a process imports it.
+        monkeypatch.setattr(console, "_width", None)
     monkeypatch.setattr(loader, "SYSTEM_CONFIG", tmp_path / "etc" / "inferencecenter.toml")
     return Cli(monkeypatch, capsys)

@@ -111,7 +111,7 @@ def test_process_imports_only_its_dependencies(process: str, unneeded: tuple[str
 
 
 def test_daemon_starts_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other command does; afterwards it is collected again."""
+    """Only ``serve`` disables garbage collection, and only during the imports."""
     collects: list[bool] = []
     monkeypatch.setattr(app, "app", lambda: collects.append(gc.isenabled()))
     monkeypatch.setattr(engine_child, "prespawned", nullcontext)

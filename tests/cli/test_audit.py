@@ -58,6 +58,8 @@ def test_log_is_readable_beside_a_running_daemon(cli: Cli, running: Accounts) ->
         "token_id": "aabb",
         "address": "192.0.2.1",
         "detail": "",
+        "actor": None,
+        "line_id": 3,
     }
     running.audit(AuditEvent.DAEMON_STOPPED)
     assert _json(cli, "--last", "1")[0]["event"] == "daemon_stopped"
@@ -65,7 +67,7 @@ def test_log_is_readable_beside_a_running_daemon(cli: Cli, running: Accounts) ->
 
 @pytest.mark.usefixtures("running")
 def test_entries_are_filtered(cli: Cli) -> None:
-    """By number, client and event."""
+    """Entries are selected by number, client and event."""
     assert [line["event"] for line in _json(cli, "--last", "2")] == ["client_created", "login"]
     assert [line["event"] for line in _json(cli, "--client", "ada")] == ["client_created", "login"]
     assert [line["event"] for line in _json(cli, "--event", "daemon_started")] == ["daemon_started"]
@@ -84,7 +86,7 @@ def test_piped_output_has_one_line_per_entry(cli: Cli, monkeypatch: pytest.Monke
         time.tzset()
     at, *rest = result.out.removesuffix("\n").split("\t")
     assert at.startswith(time.strftime("%Y-%m-%d %H:%M", time.gmtime(NOW + 5.5 * 3600)))
-    assert rest == ["login", "ada", "aabb", "192.0.2.1", "2", ""]
+    assert rest == ["login", "ada", "aabb", "192.0.2.1", "2", "", ""]
 
 
 def test_table_shows_claims_literally() -> None:

@@ -117,7 +117,7 @@ async def test_backup_after_a_killed_daemon(cli: Cli, running: SessionStore, sta
 
 
 def test_missing_state_directory_creates_nothing(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
-    """The message has its path."""
+    """The message names the directory."""
     result = cli.run("backup", str(tmp_path / "backup"))
     assert result.code == 73
     assert str(state_dir) in result.err

@@ -226,7 +226,7 @@ RESUMED = {
 
 
 async def test_script_closes_its_sessions(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
-    """Including forks; without a prompt no session is created."""
+    """Forks are closed too; without a prompt no session is created."""
     peers: list[Peer] = []
 
     async def daemon(peer: Peer) -> None:
@@ -294,7 +294,7 @@ async def test_script_waits_for_a_running_turn(cli: Cli, monkeypatch: pytest.Mon
     ],
 )
 def test_conflicting_options_are_refused(cli: Cli, options: tuple[str, ...], words: str) -> None:
-    """Before any connection."""
+    """They are refused before a connection is opened."""
     result = cli.run("chat", "--url", "ws://127.0.0.1:1/", "--token", "ic_a_b", *options)
     assert result.code == 64
     assert words in result.err

@@ -23,7 +23,7 @@ def _file(tmp_path: Path, text: str) -> str:
 
 
 def test_show_names_the_source_of_each_value(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, variable or default."""
+    """The source is the file, a variable or the default."""
     monkeypatch.setenv("COLUMNS", "300")  # the path is long
     path = _file(tmp_path, "[server]\nport = 4000\n")
     lines = cli.run("config", "show", "--config", path).out.splitlines()
@@ -51,7 +51,7 @@ def test_check_accepts_a_valid_file(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_check_reports_every_problem(cli: Cli, tmp_path: Path) -> None:
-    """On standard error or as JSON, with exit code 78."""
+    """All problems are written to standard error or as JSON, with exit code 78."""
     path = _file(tmp_path, "[server]\nport = -1\nhosst = 1\n")
     result = cli.run("config", "check", path)
     assert result.code == 78
@@ -95,19 +95,19 @@ def test_check_refuses_a_missing_default_model(cli: Cli, tmp_path: Path, text: s
     config = text.format(missing=missing)
     result = cli.run("config", "check", _file(tmp_path, config))
     assert result.code == 78
-    assert f"{missing}: is not there" in result.err
+    assert f"{missing}: does not exist" in result.err
     assert cli.run("config", "check", _file(tmp_path, config + '[engine]\nbackend = "echo"\n')).code == 0
 
 
 def test_check_warns_of_ineffective_settings(cli: Cli, tmp_path: Path) -> None:
-    """A valid combination in which one value has no effect."""
+    """A valid combination in which one value has no effect gives a warning."""
     result = cli.run("config", "check", _file(tmp_path, "[params]\ntemperature = 0.0\ntop_k = 5\n"))
     assert result.code == 0
     assert "warning: " in result.out
 
 
 def test_check_reports_all_content_problems(cli: Cli, tmp_path: Path) -> None:
-    """Of parameters, models and clients.toml in one run."""
+    """One run reports problems of parameters, models and clients.toml."""
     text = '[model]\nname = "absent"\n[models.a.params]\ntop_k = -5\n[auth]\nclients_file = "/nowhere"\n'
     answer = json.loads(cli.run("config", "check", _file(tmp_path, text), "--json").out)
     parameter, model, clients = answer["problems"]
@@ -128,8 +128,8 @@ def test_check_warns_of_missing_files(cli: Cli, tmp_path: Path) -> None:
     assert len(warnings) == 4
     assert "warning: models.phi: top_k has no effect" in warnings[0]
     assert "'My Model'" in warnings[1]
-    assert f"'phi' needs {tmp_path / 'phi.gguf'}: is not there" in warnings[2]
-    assert "'phi' needs /nowhere/lora.gguf: is not there" in warnings[3]
+    assert f"'phi' needs {tmp_path / 'phi.gguf'}: does not exist" in warnings[2]
+    assert "'phi' needs /nowhere/lora.gguf: does not exist" in warnings[3]
     assert "not there" not in cli.run("config", "check", _file(tmp_path, text + '[engine]\nbackend = "echo"\n')).out
 
 

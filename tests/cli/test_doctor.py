@@ -133,7 +133,7 @@ def test_echo_backend_needs_no_file(cli: Cli, monkeypatch: pytest.MonkeyPatch, q
 
 @pytest.mark.usefixtures("quick")
 def test_port_used_by_another_program_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not answer like the daemon."""
+    """A port is taken if what answers there is not the daemon."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(checks, "_HTTP_TIMEOUT_S", 0.1)
         monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", str(taken.getsockname()[1]))
@@ -156,7 +156,7 @@ class _Healthy(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.usefixtures("quick")
 def test_port_used_by_the_daemon_passes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running daemon is no problem."""
+    """A running daemon of these settings is not a problem."""
     with http.server.HTTPServer(("127.0.0.1", 0), _Healthy) as daemon:
         answering = threading.Thread(target=daemon.serve_forever)
         answering.start()
@@ -265,7 +265,7 @@ def test_newer_file_is_not_called_damaged(cli: Cli, sessions_file: Path) -> None
 
 
 def test_moved_database_is_reported(cli: Cli, sessions_file: Path, state_dir: Path) -> None:
-    """A running daemon's file was deleted."""
+    """A running daemon whose file was deleted or moved is reported."""
     identity = FileIdentity.of(sessions_file)
     with control.try_lock_state_dir(state_dir):
         control.record_open_files(state_dir, [identity])

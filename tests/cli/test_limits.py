@@ -106,7 +106,7 @@ def test_session_limit_of_an_account_is_changed(cli: Cli, state_dir: Path) -> No
 
 @pytest.mark.parametrize("number", ["0", "100001", "-1", "none", "default", "", "9" * 5000, "\N{SUPERSCRIPT TWO}"])
 def test_invalid_session_limit_changes_nothing(cli: Cli, number: str) -> None:
-    """Neither it nor the limits set with it."""
+    """Neither the session limit nor the limits set with it change."""
     _json(cli, "token", "create", "ada", "--max-sessions", "3")
     refused = cli.run("client", "limits", "ada", "max_tokens=9", f"max_sessions={number}")
     assert (refused.code, "max_sessions" in refused.err) == (64, True)
@@ -122,7 +122,7 @@ def test_session_limit_belongs_to_the_account(cli: Cli) -> None:
 
 
 async def test_running_daemon_is_notified(cli: Cli, state_dir: Path) -> None:
-    """Of each change."""
+    """The daemon is notified of each change."""
     made = _json(cli, "token", "create", "ada")
     told = asyncio.Event()
     control = ControlSocket(state_dir, tokens_changed=told.set)
@@ -167,7 +167,7 @@ def test_unknown_token_or_client_is_an_error(cli: Cli) -> None:
 
 
 def test_clients_are_listed(cli: Cli) -> None:
-    """With their limits and number of tokens."""
+    """The list has limits and number of tokens."""
     _json(cli, "token", "create", "ada", "--max-sessions", "3", "--scope", "user", "--scope", "operator")
     revoked = _json(cli, "token", "create", "ada")
     cli.run("token", "revoke", revoked["token_id"])
@@ -224,7 +224,7 @@ LIMITS = st.builds(
 
 @given(LIMITS, LIMITS)
 def test_printed_limits_are_accepted_as_input(limits: AccessLimits, before: AccessLimits) -> None:
-    """They give the same limits whatever was set before."""
+    """Assigning the printed limits gives the same limits, independent of earlier ones."""
     assert changed(format_limits(limits).split()) == limits
     assert changed(format_limits(limits).split(), before) == limits.over(before)
 
@@ -234,3 +234,24 @@ def test_invalid_limit_is_a_request_error() -> None:
     with pytest.raises(InferenceCenterError) as caught:
         changed(["max_tokens=-5"])
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "max_tokens")
+
+
+def test_limits_of_sessions_are_changed(cli: Cli, state_dir: Path) -> None:
+    """`default` selects the daemon's; each wrong value is named."""
+    cli.run("token", "create", "ada")
+    shown = _json(cli, "client", "limits", "ada", "retention_days=2.5", "archive_mib=7", "max_tokens=50")
+    assert (shown["retention_days"], shown["archive_mib"], shown["limits"]) == (2.5, 7, {"max_tokens": 50})
+    assert cli.run("client", "limits", "ada").out.strip().endswith("retention_days=2.5 archive_mib=7 max_tokens=50")
+    shown = _json(cli, "client", "limits", "ada", "archive_mib=default")
+    assert (shown["retention_days"], "archive_mib" in shown) == (2.5, False)
+    for wrong in (
+        "retention_days=soon",
+        "retention_days=0",
+        "archive_mib=1.5",
+        "archive_mib=none",
+        "max_sessions=default",
+    ):
+        refused = cli.run("client", "limits", "ada", wrong)
+        assert (refused.code, wrong.partition("=")[0] in refused.err) == (64, True)
+    with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=time.time)) as accounts:
+        assert accounts.session_limits()["ada"][1:] == (2.5, None)

@@ -148,7 +148,7 @@ def test_removal_is_confirmed(cli: Cli, models: Path, pulled: dict[str, Any], mo
 
 
 def test_info_accepts_a_path(cli: Cli, models: Path, demo_model_path: Path) -> None:
-    """Of a file in any directory."""
+    """The file may be in any directory."""
     progress = json.loads(cli.run("model", "info", str(demo_model_path), "--json").out)
     assert (progress["architecture"], progress["source"]) == ("llama", None)
 
@@ -172,10 +172,10 @@ def test_terminal_output(
 
 @pytest.mark.parametrize(("n_bytes", "words"), [(2**20, "1.0 MiB"), (2**30 - 1, "1024.0 MiB"), (5 * 2**29, "2.50 GiB")])
 def test_sizes(n_bytes: int, words: str) -> None:
-    """In powers of 1024."""
+    """Sizes are in powers of 1024."""
     assert size(n_bytes) == words
 
 
 def test_parameters() -> None:
-    """In millions and billions."""
+    """Numbers of parameters are in millions and billions."""
     assert (count(2_560_000), count(7_615_616_512)) == ("2.6 M", "7.62 B")

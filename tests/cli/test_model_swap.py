@@ -82,13 +82,13 @@ async def test_terminal_shows_a_progress_bar(cli: Cli, scripted: Start, monkeypa
 
 
 async def test_load_prints_json(cli: Cli, scripted: Start) -> None:
-    """For scripts."""
+    """The result is JSON for scripts."""
     result = await run(cli, "load", "phi", "--json", url=await scripted(swap_script(WHOLE[-1])))
     assert (result.code, json.loads(result.out), result.err) == (0, {"model": "phi", "default": True}, "")
 
 
 async def test_failed_load_is_reported(cli: Cli, scripted: Start) -> None:
-    """With the daemon's reason and an exit code."""
+    """The message has the daemon's reason, and the exit code is that of the error."""
     failed = {"phase": "failed", "detail": "phi.gguf ends too early"}
     result = await run(cli, "load", "phi", url=await scripted(swap_script({"phase": "loading"}, failed)))
     assert (result.code, result.out) == (69, "")
@@ -100,7 +100,7 @@ async def test_failed_load_is_reported(cli: Cli, scripted: Start) -> None:
 )
 @pytest.mark.parametrize("command", ["load", "unload"])
 async def test_refusal_has_its_exit_code(cli: Cli, scripted: Start, command: str, code: str, exit_code: int) -> None:
-    """That of its row in the error table."""
+    """The exit code is that of the error table."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -125,7 +125,7 @@ async def test_connection_lost_during_load(cli: Cli, scripted: Start) -> None:
 
 
 def test_ctrl_c_leaves_the_load_running(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says so."""
+    """The message says that the daemon continues to load."""
 
     async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -138,7 +138,7 @@ def test_ctrl_c_leaves_the_load_running(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("command", ["load", "unload"])
 def test_missing_daemon_or_token_is_reported(cli: Cli, command: str) -> None:
-    """Each with its code."""
+    """Each case has its own exit code."""
     assert cli.run("model", command, "phi").code == 77
     result = cli.run("model", command, "phi", "--token", "t", "--url", "ws://127.0.0.1:1/")
     assert result.code == 69
@@ -146,7 +146,7 @@ def test_missing_daemon_or_token_is_reported(cli: Cli, command: str) -> None:
 
 
 async def test_model_is_unloaded(cli: Cli, scripted: Start) -> None:
-    """As text, or as JSON."""
+    """The result is text, or JSON."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

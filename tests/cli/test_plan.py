@@ -86,7 +86,7 @@ def test_plan_of_a_7b_model_on_3_gib(cli: Cli, model: Path) -> None:
 
 
 def test_plan_as_json(cli: Cli, model: Path) -> None:
-    """For two GPUs."""
+    """The plan for two GPUs is JSON."""
     result = cli.run("doctor", "--plan", str(model), "--vram", "4GiB", "--vram", "6GiB", "--json")
     found = json.loads(result.out)
     assert (found["fits"], found["n_gpu_layers"], found["split_mode"]) == (True, 29, "layer")
@@ -164,7 +164,7 @@ def test_doctor_includes_a_plan_with_a_gpu(examined: Cli, monkeypatch: pytest.Mo
 
 
 def test_doctor_reports_a_missing_gpu(examined: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like the daemon, which does not start then."""
+    """A configured GPU that is missing is an error, as at the daemon's start."""
 
     def missing(_wanted: Sequence[str], _rpc_servers: Sequence[str]) -> tuple[Device, ...]:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.", hint="0")

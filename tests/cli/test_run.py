@@ -184,14 +184,14 @@ def test_registered_model_with_an_adapter(cli: Cli, tmp_path: Path, demo_model_p
     ids=["file", "name", "value", "parameter", "limit", "context", "layers", "log", "none", "blank", "long"],
 )
 def test_invalid_request_is_one_message(cli: Cli, arguments: tuple[str, ...], code: int, words: str) -> None:
-    """On standard error, with the error's exit code."""
+    """The message is written to standard error, and the exit code is the error's."""
     result = cli.run("run", *arguments)
     assert words in result.err
     assert (result.code, result.out) == (code, "")
 
 
 def test_prompt_from_a_pipe(piped: Callable[[bytes], None]) -> None:
-    """Alone or after the argument, without the final newline."""
+    """Piped text is the prompt or follows the argument, without its final newline."""
     for argument, expected in ((None, " some\ntext"), ("-", " some\ntext"), ("Sum up:", "Sum up:\n\n some\ntext")):
         piped(b" some\ntext\n")
         assert read_prompt(argument) == expected
@@ -234,7 +234,7 @@ def test_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code: i
 
 @pytest.mark.slow
 def test_closed_output_pipe_ends_the_program(state_dir: Path) -> None:
-    """Like other programs."""
+    """The program ends silently, like others in a pipe."""
     process = started(state_dir)
     assert process.stdout is not None
     assert process.stderr is not None

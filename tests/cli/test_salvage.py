@@ -59,7 +59,7 @@ def test_readable_data_is_recovered(cli: Cli, path: Path) -> None:
 
 
 def test_losses_are_reported_as_text(cli: Cli, path: Path) -> None:
-    """By session name."""
+    """Losses are listed by session id."""
     damage(path, b"s_2 " * 500)
     result = cli.run("session", "salvage")
     assert "2 sessions are complete, 1 truncated, 0 lost." in result.out
@@ -68,7 +68,7 @@ def test_losses_are_reported_as_text(cli: Cli, path: Path) -> None:
 
 
 def test_intact_file_is_unchanged(cli: Cli, path: Path) -> None:
-    """Nothing is lost."""
+    """No data is lost, and the file is not replaced."""
     before = path.read_bytes()
     result = cli.run("session", "salvage", "--json")
     assert result.code == 0, result.err

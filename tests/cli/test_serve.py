@@ -57,7 +57,7 @@ def stub_daemon(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def test_options_override_settings(cli: Cli, stub_daemon: list[Settings], tmp_path: Path) -> None:
-    """Each option its setting."""
+    """Each option overrides its setting."""
     arguments = ["--host", "0.0.0.0", "--port", "4000", "--backend", "echo", "--slots", "2", "--n-ctx", "512"]
     result = cli.run(
         "serve", *arguments, "--n-gpu-layers", "3", "--log-level", "debug", "--state-dir", str(tmp_path / "here")

@@ -22,6 +22,7 @@ from inferencecenter.cli import output
 from inferencecenter.cli import session as session_command
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, try_lock_state_dir
 from inferencecenter.sessions.store.schema import DATABASE_NAME
+from inferencecenter.sessions.store.search_index import prepare_index
 from inferencecenter.sessions.store.store import SessionStore
 from tests.sessions.store.stores import kept_in, settled
 from tests.sessions.store.values import ended, make_end, make_turn, opened, ordered, said
@@ -57,6 +58,37 @@ async def stored(state_dir: Path) -> Path:
     """A state directory with sessions and no daemon."""
     await (await _filled(state_dir)).close()
     return state_dir
+
+
+def test_stored_sessions_are_searched(cli: Cli, stored: Path) -> None:
+    """By the words of their messages, of all clients or of one, with the text around the words."""
+    state_dir = ("--state-dir", str(stored))
+    found = _json(cli, "session", "search", "particular", "very", "--json", *state_dir)
+    assert [(each["session_id"], each["client_id"]) for each in found] == [("s_1", "ada")]
+    (hit,) = found[0]["hits"]
+    assert (hit["snippet"], hit["role"]) == (SECRET, "assistant")
+    assert _json(cli, "session", "search", "very", "--client", "bob", "--json", *state_dir) == []
+    assert _json(cli, "session", "search", "very sentence", "--json", *state_dir) == []
+    assert SECRET in cli.run("session", "search", "particular sentence", *state_dir).out
+
+
+def test_search_without_an_index_says_what_makes_one(cli: Cli, stored: Path) -> None:
+    """A missing index is an error that names the setting, not an empty result."""
+    with contextlib.closing(sqlite3.connect(stored / DATABASE_NAME, isolation_level=None)) as database:
+        prepare_index(database, is_wanted=False)
+    result = cli.run("session", "search", "very", "--state-dir", str(stored))
+    assert result.code != 0
+    assert "sessions.search" in result.err
+
+
+def test_search_says_that_the_index_is_incomplete(cli: Cli, stored: Path) -> None:
+    """The warning goes to standard error, and the results are still listed."""
+    with contextlib.closing(sqlite3.connect(stored / DATABASE_NAME, isolation_level=None)) as database:
+        prepare_index(database, is_wanted=False)
+        prepare_index(database, is_wanted=True)
+    result = cli.run("session", "search", "very", "--state-dir", str(stored))
+    assert result.code == 0
+    assert "0% of the stored sessions are indexed" in result.err
 
 
 @pytest.fixture
@@ -111,7 +143,7 @@ def test_list_shows_stored_sessions(cli: Cli, stored: Path) -> None:
 
 
 def test_terminal_lists_are_tables(cli: Cli, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a heading and without message content."""
+    """On a terminal lists have a heading, and no message content."""
     monkeypatch.setattr(output, "stdout", Console(force_terminal=True, width=120))
     listed = cli.run("session", "list").out
     assert all(word in listed for word in ("last used", "s_1", "ada", "answering"))
@@ -160,7 +192,7 @@ async def test_export_of_a_client_beside_a_daemon(cli: Cli, running: SessionStor
 
 @pytest.mark.parametrize("command", ["export", "purge"])
 def test_session_or_client_is_required(cli: Cli, stored: Path, command: str) -> None:
-    """Neither, both, and unknown ones are refused."""
+    """Naming neither, both or unknown ones is refused."""
     assert cli.run("session", command).code == 64
     assert cli.run("session", command, "s_1", "--client", "ada").code == 64
     assert cli.run("session", command, "s_9").code == 66
@@ -244,7 +276,7 @@ async def test_failing_purge_of_the_daemon_is_reported(
 
 
 def test_unusable_file_is_reported(cli: Cli, state_dir: Path) -> None:
-    """With its path, and unchanged."""
+    """The message has the path, and the file is unchanged."""
     state_dir.mkdir()
     path = state_dir / DATABASE_NAME
     path.write_bytes(b"no database" * 100)
@@ -267,7 +299,7 @@ def test_inconsistent_session_is_reported(cli: Cli, stored: Path) -> None:
 
 
 def test_usage_by_client_and_day(cli: Cli, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last days, of one client or all."""
+    """Usage covers the last days, of one client or of all."""
     with contextlib.closing(sqlite3.connect(stored / DATABASE_NAME, isolation_level=None)) as database:
         database.execute("INSERT INTO usage VALUES ('ada', 'aabb', '2026-11-16', 5, 50, 0, 500)")
     monkeypatch.setattr(time, "time", lambda: 1_795_000_000.0)
@@ -280,3 +312,50 @@ def test_usage_by_client_and_day(cli: Cli, stored: Path, monkeypatch: pytest.Mon
     assert len(_json(cli, "usage", "--days", "2", "--json")) == 2
     assert len(_json(cli, "usage", "--client", "ada", "--json")) == 2
     assert cli.run("usage").out.splitlines()[0] == "2026-11-16\tada\t5\t50\t0\t500"
+
+
+@pytest.mark.parametrize("fate", ["delete", "keep"])
+def test_account_is_deleted_with_or_without_its_sessions(
+    cli: Cli, stored: Path, answers: io.StringIO, fate: str
+) -> None:
+    """It is told before what is lost; without a yes nothing changes, and without the choice it is an error."""
+    token = _json(cli, "token", "create", "ada", "--json")["token"]
+    assert cli.run("client", "delete", "ada", "--yes").code == 2
+    answers.write("n\n")
+    answers.seek(0)
+    refused = cli.run("client", "delete", "ada", "--sessions", fate)
+    assert refused.code == 1
+    words = "are deleted" if fate == "delete" else "stay stored"
+    assert f"1 of its tokens stop working; 2 sessions with 0.0 MiB of text {words}." in refused.err
+    with contextlib.closing(Accounts.open(stored / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        assert accounts.verify_token(token) is not None
+    deleted = _json(cli, "client", "delete", "ada", "--sessions", fate, "--yes", "--json")
+    assert deleted == {
+        "client_id": "ada",
+        "sessions": fate,
+        "tokens": 1,
+        "stored_sessions": 2,
+        "stored_chars": deleted["stored_chars"],
+    }
+    assert deleted["stored_chars"] > len(SECRET)
+    left = {each["client_id"] for each in _json(cli, "session", "list", "--json")}
+    assert left == ({"bob"} if fate == "delete" else {"ada", "bob"})
+    with contextlib.closing(Accounts.open(stored / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        assert accounts.verify_token(token) is None
+        assert not accounts.has_client("ada")
+        assert [(line.event.value, line.detail) for line in accounts.audit_lines(last=2)] == [
+            ("token_revoked", "all tokens (1)"),
+            ("client_removed", "sessions deleted" if fate == "delete" else "sessions kept"),
+        ]
+    assert cli.run("client", "delete", "ada", "--sessions", fate, "--yes").code == 64
+
+
+async def test_account_is_deleted_beside_a_daemon(cli: Cli, running: SessionStore, state_dir: Path) -> None:
+    """The daemon deletes the sessions; the account goes last."""
+    await asyncio.to_thread(cli.run, "token", "create", "bob")
+    result = await asyncio.to_thread(cli.run, "client", "delete", "bob", "--sessions", "delete", "--yes")
+    assert result.code == 0, result.err
+    with contextlib.closing(sqlite3.connect(state_dir / DATABASE_NAME)) as database:
+        assert set(database.execute("SELECT client_id FROM sessions")) == {("ada",)}
+    with contextlib.closing(Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time)) as accounts:
+        assert not accounts.has_client("bob")

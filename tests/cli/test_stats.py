@@ -71,7 +71,7 @@ async def test_once_prints_one_screen(cli: Cli, scripted: Start) -> None:
 
 
 async def test_once_as_json(cli: Cli, scripted: Start) -> None:
-    """One line."""
+    """One sample is one line of JSON."""
     url = await scripted(answer_all)
     result = await asyncio.to_thread(cli.run, "stats", "--url", url, "--token", "t", "--once", "--json")
     (output,) = result.out.splitlines()
@@ -95,7 +95,7 @@ async def test_pipe_prints_a_line_per_sample(cli: Cli, scripted: Start) -> None:
 
 
 async def test_missing_daemon_is_an_error(cli: Cli) -> None:
-    """At once, without retries."""
+    """It is reported at once, without retries."""
     result = await asyncio.to_thread(cli.run, "stats", "--url", "ws://127.0.0.1:1/", "--token", "t")
     assert result.code == 69
     assert "no daemon answers" in result.err
@@ -103,7 +103,7 @@ async def test_missing_daemon_is_an_error(cli: Cli) -> None:
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
 def test_invalid_interval_is_refused(cli: Cli, interval: str) -> None:
-    """Before any request."""
+    """It is refused before any request."""
     assert cli.run("stats", "--interval", interval, "--token", "t").code == 2
 
 
@@ -162,7 +162,7 @@ async def test_daemon_that_returns(scripted: Start) -> None:
 
 
 async def test_throttling_is_shown_immediately(scripted: Start) -> None:
-    """Before the next sample."""
+    """Throttling is shown before the next sample."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -116,7 +116,7 @@ def test_missing_gpu_is_a_dash() -> None:
 
 
 def test_throttling_is_shown_until_it_ends() -> None:
-    """Both the daemon's and the GPU's own."""
+    """Throttling by the daemon and by the GPU are both shown."""
     hot = Thermal(state="hot", temp=91.0, action="a quarter of the slots")
     text = rendered(
         busy_summary(gpu=GPU | {"throttling": True, "throttle_reasons": ("hw_thermal",)}, heat=hot), width=160
@@ -140,14 +140,14 @@ def test_problems_are_shown() -> None:
 
 
 def test_notice_does_not_change_the_layout() -> None:
-    """Its line exists when empty."""
+    """The line of the notice exists even if it is empty."""
     assert len(rendered(busy_summary()).splitlines()) == len(
         rendered(busy_summary(notice="the daemon is about to restart…")).splitlines()
     )
 
 
 def test_unprivileged_account_sees_public_values() -> None:
-    """Those available to every account."""
+    """Such an account sees the values that every account may read."""
     text = rendered(busy_summary(status={"sessions": {"sessions": 1, "busy": 0, "max_sessions": 4, "storage": "ok"}}))
     assert "14 open" in text
     assert "memory" not in text
@@ -155,7 +155,7 @@ def test_unprivileged_account_sees_public_values() -> None:
 
 
 def test_several_models_are_listed() -> None:
-    """With their states, and a mark for the default."""
+    """Models are listed with their states; the default is marked."""
     one = ModelSummary(name="demo", default=True, state="loaded", n_ctx=4096, slots=8, size_mb=512.0)
     other = ModelSummary(name="big", default=False, state="unloaded")
     text = rendered(busy_summary(models=(one, other)))
@@ -175,7 +175,7 @@ def test_clients_are_listed_for_administrators() -> None:
 
 
 def test_plan_by_gpu_is_shown_to_operators() -> None:
-    """Planned and measured memory; JSON has all of it."""
+    """Operators see planned and measured memory; JSON has the complete plan."""
     parts = {"id": "0", "total_bytes": 2**33, "free_bytes": 2**33, "margin_bytes": 0, "kv_bytes": 2**29}
     own = parts | {"weight_bytes": 2**30, "compute_bytes": 2**28, "context_bytes": 2**28}
     devices = (
@@ -201,7 +201,7 @@ def test_names_are_escaped() -> None:
 
 
 def test_without_samples_a_notice_is_shown() -> None:
-    """Before the first reading."""
+    """The notice is visible before the first reading."""
     nothing = StatsSnapshot(address="ws://box/ws")
     assert "no readings yet" in rendered(nothing)
     assert line(nothing) == "no readings yet"
@@ -216,7 +216,7 @@ def test_summary_line() -> None:
 
 
 def test_json_uses_protocol_names() -> None:
-    """All values under the protocol's names."""
+    """JSON has all values under the protocol's names."""
     data = json.loads(json.dumps(as_data(busy_summary(gpu=GPU, heat=Thermal(state="warm", temp=82.0, action="half")))))
     assert data["metrics"]["inference"]["queue_depth"] == 5
     assert data["metrics"]["gpu"]["temp"] == 71.0
@@ -233,13 +233,13 @@ def test_sparkline() -> None:
 
 @given(st.lists(st.floats(), max_size=30), st.integers(1, 40))
 def test_sparkline_has_the_given_width(values: list[float], width: int) -> None:
-    """Also with NaN or negative values."""
+    """The width is kept with NaN or negative values too."""
     assert cell_len(sparkline(values, width=width)) == width
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9), st.integers(1, 80))
 def test_bar_is_full_only_at_the_total(used: float, total: float, width: int) -> None:
-    """And empty only at zero."""
+    """A bar is empty only at zero and full only at the total."""
     text = bar(used, total, width=width).plain
     assert len(text) == width
     if total > 0:

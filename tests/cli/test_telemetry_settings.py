@@ -29,7 +29,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
 def test_invalid_header_is_refused_without_its_value(tmp_path: Path, text: str) -> None:
-    """The error names the setting only."""
+    """The error names only the setting."""
     path = tmp_path / "test.toml"
     path.write_text(text)
     with pytest.raises(InvalidSettingsError) as refused:
@@ -59,7 +59,7 @@ def test_headers_are_hidden() -> None:
     ],
 )
 def test_collector_address(address: str, *, right: bool) -> None:
-    """HTTP or HTTPS without credentials."""
+    """The address is HTTP or HTTPS, without credentials."""
     if right:
         assert TelemetrySettings(otlp_endpoint=address).otlp_endpoint == address
     else:
@@ -78,7 +78,7 @@ def test_other_values_are_shown(tmp_path: Path) -> None:
 
 
 def test_config_show_hides_headers(cli: Cli, tmp_path: Path) -> None:
-    """In the table, the JSON and the errors of a check."""
+    """Headers are hidden in the table, the JSON and the errors of a check."""
     path = tmp_path / "test.toml"
     path.write_text(f'[telemetry]\notlp_headers = {{authorization = "Bearer {SECRET}"}}\n')
     shown = cli.run("config", "show", "--config", str(path))
@@ -93,7 +93,7 @@ def test_config_show_hides_headers(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_config_check_reports_missing_packages(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the daemon is started with the setting."""
+    """Missing packages are reported before the daemon is started."""
     monkeypatch.setattr(traces, "find_spec", lambda _name: None)
     path = tmp_path / "test.toml"
     path.write_text('telemetry.otlp_endpoint = "http://127.0.0.1:4318"\n')

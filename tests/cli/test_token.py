@@ -11,7 +11,7 @@ import pytest
 
 from inferencecenter.auth.account import Account
 from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
-from inferencecenter.cli.token import duration_s
+from inferencecenter.cli.options import duration_s
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.server import control
 
@@ -42,7 +42,7 @@ def test_create_makes_client_and_token(cli: Cli, state_dir: Path) -> None:
 
 
 def test_create_sets_the_limits_of_a_new_client(cli: Cli, state_dir: Path) -> None:
-    """Scopes, sessions, priority and expiry."""
+    """Scopes, sessions, priority and expiry are those of the options."""
     limits = ["--scope", "user", "--scope", "operator", "--max-sessions", "3", "--priority", "batch"]
     limits += ["--retention-days", "7.5"]
     created = _json(cli, "create", "ops", "--name", "laptop", "--expires-in", "1h", *limits)
@@ -78,7 +78,7 @@ def test_invalid_retention_creates_no_client(cli: Cli, days: str) -> None:
 
 
 def test_name_is_shown_literally(cli: Cli) -> None:
-    """Not as markup."""
+    """Markup in a name is not interpreted."""
     _json(cli, "create", "ada", "--name", "[/the] [red]phone")
     listed = cli.run("token", "list")
     assert listed.code == 0
@@ -96,7 +96,7 @@ def test_administrator_is_still_created(cli: Cli, state_dir: Path) -> None:
 
 
 def test_list_has_no_secrets(cli: Cli) -> None:
-    """Ids, clients and states, in JSON and as a table."""
+    """JSON and table have ids, clients and states, but no secret."""
     created = _json(cli, "create", "ada", "--name", "phone")
     (listed,) = _json(cli, "list", "--client", "ada")
     assert (listed["token_id"], listed["name"], listed["revoked"]) == (created["token_id"], "phone", False)
@@ -154,7 +154,7 @@ def test_unusable_state_directory_is_reported(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("45m", 2700), ("12h", 43_200), ("30d", 2_592_000)])
 def test_durations(text: str, seconds: int) -> None:
-    """A number with its unit."""
+    """A duration is a number with a unit."""
     assert duration_s(text) == seconds
 
 
@@ -163,3 +163,29 @@ def test_invalid_durations_are_refused(text: str) -> None:
     """The message has an example."""
     with pytest.raises(InferenceCenterError, match="expires-in"):
         duration_s(text)
+
+
+def test_rotated_token_replaces_another(cli: Cli, state_dir: Path) -> None:
+    """It has its name, end and limits; the old one is revoked, and cannot be rotated again."""
+    old = _json(cli, "create", "ada", "--name", "phone", "--expires-in", "1h", "--limit", "max_tokens=9")
+    new = _json(cli, "rotate", old["token_id"])
+    assert (new["revoked"], new["daemon_notified"]) == (old["token_id"], False)
+    assert _verify(state_dir, old["token"]) is None
+    account = _verify(state_dir, new["token"])
+    assert account is not None
+    assert (account.client_id, account.limits.max_tokens) == ("ada", 9)
+    assert account.expires_at == old["expires_at"]
+    assert {each["token_id"]: (each["name"], each["revoked"]) for each in _json(cli, "list")}.items() >= {
+        (old["token_id"], ("phone", True)),
+        (new["token_id"], ("phone", False)),
+    }
+    refused = cli.run("token", "rotate", old["token_id"])
+    assert refused.code == 64
+    assert "is not a token id, or is already revoked" in refused.err
+
+
+def test_rotated_token_alone_is_written_to_a_pipe(cli: Cli, state_dir: Path) -> None:
+    """The output is the new token alone, as that of ``token create``."""
+    old = _json(cli, "create", "ada")
+    token = cli.run("token", "rotate", old["token_id"]).out.strip()
+    assert _verify(state_dir, token) is not None

@@ -53,7 +53,7 @@ def test_answer_is_assembled() -> None:
 
 @given(cut_at=st.integers(0, len(EVENTS)), known=st.integers(0, len(EVENTS)))
 def test_missing_part_follows_the_known_part(cut_at: int, known: int) -> None:
-    """After any disconnect exactly the rest is added."""
+    """After any disconnect exactly the missing part is added."""
     cut_at, known = sorted((cut_at, known))
     before, whole = Answer(), Answer()
     for event in EVENTS[:cut_at]:
@@ -109,7 +109,7 @@ def test_changed_answer_is_rejected(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("event", [EVENTS[0], EVENTS[-1]])
 def test_coalesced_event_covers_several_numbers(event: Reasoning | ToolCall) -> None:
-    """A higher sequence number is no gap then."""
+    """The higher sequence number of a coalesced event is not a gap."""
     assert SequenceTracker("e", 1).admit(event.model_copy(update={"seq": 7})) is SequenceStatus.NEXT
 
 

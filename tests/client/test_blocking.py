@@ -123,7 +123,7 @@ def test_threads_share_a_client(start: Starts) -> None:
 
 
 async def test_client_works_beside_a_running_event_loop(start: Starts) -> None:
-    """As in a notebook cell."""
+    """The client works while the thread's event loop runs, as in a notebook cell."""
     with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         assert list(session.infer("one two")) == ["one ", "two "]
 
@@ -159,7 +159,7 @@ def test_ctrl_c_interrupts_the_wait_and_aborts_the_turn(start: Starts) -> None:
 
 
 def test_closing_the_client_fails_all_waiting_threads(start: Starts) -> None:
-    """Whichever thread closes it."""
+    """All waiting threads fail, from whichever thread it is closed."""
     client = BlockingClient(start(echo), "ic_a_b")
     client.open()
     session = client.create_session()
@@ -192,7 +192,7 @@ def test_refused_client_leaves_no_thread(start: Starts) -> None:
 
 
 def test_client_can_be_reopened(start: Starts) -> None:
-    """As in a notebook that has closed it."""
+    """A closed client can be opened again, as in a notebook."""
     client = BlockingClient(start(echo), "ic_a_b")
     for _ in range(2):
         with client:
@@ -200,7 +200,7 @@ def test_client_can_be_reopened(start: Starts) -> None:
 
 
 def test_blocking_call_in_a_callback_is_refused(start: Starts) -> None:
-    """It would deadlock."""
+    """A blocking call in a callback would deadlock."""
     errors: list[RuntimeError] = []
 
     async def daemon(peer: Peer) -> None:

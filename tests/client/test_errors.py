@@ -41,7 +41,7 @@ def test_every_code_has_a_specific_class(code: ErrorCode) -> None:
     ],
 )
 def test_codes_have_their_class(kind: type[InferenceCenterError], codes: str) -> None:
-    """By what the caller can do about them."""
+    """The class of an error depends on what the caller can do about it."""
     assert {error_class(ErrorCode(code)) for code in codes.split()} == {kind}
 
 

@@ -72,15 +72,16 @@ print(json.dumps(list(incomplete(Event))))
 
 
 def test_daemon_builds_every_validator_before_it_serves() -> None:
-    """None is built for the first client that needs it."""
+    """The first client that needs a validator does not wait for it."""
     code = f"""{_INCOMPLETE}
 import inferencecenter.protocol.requests, inferencecenter.protocol.events, json
 from inferencecenter.protocol.base import build_messages
 
 before = list(incomplete(Request, Event, Value))
-build_messages(Request, Event, Value)
-print(json.dumps([len(before), list(incomplete(Request, Event, Value))]))
+n_steps = sum(1 for _ in build_messages(Request, Event, Value))
+print(json.dumps([len(before), n_steps, list(incomplete(Request, Event, Value))]))
 """
-    n_before, left = printed(code)
+    n_before, n_steps, left = printed(code)
     assert n_before > 80
+    assert n_steps >= n_before, "turns run between the models"
     assert left == []

@@ -729,7 +729,7 @@ async def test_broadcasts_reach_the_callback(scripted: Start) -> None:
 
 
 async def test_closing_the_client_fails_all_waiting_calls(scripted: Start) -> None:
-    """Also a turn that another task reads."""
+    """A turn that another task reads fails too."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -56,7 +56,7 @@ def test_attempts_end_at_the_limit(give_up_after_s: float, random: float, attemp
 
 
 def test_delay_beyond_the_limit_ends_the_attempts() -> None:
-    """If the daemon requests more time than is left."""
+    """Attempts end if the daemon requests a longer delay than is left."""
     assert backoff(BackoffPolicy(give_up_after_s=5.0)).next_wait_s(now=0.0, retry_after_s=6.0) is None
 
 

@@ -70,7 +70,7 @@ async def test_session_creation_waits_for_the_model(scripted: Start, clock: Cloc
 
 
 async def test_fork_waits_for_the_model(scripted: Start, clock: Clock) -> None:
-    """Like a new session."""
+    """A fork waits for its model like a new session."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -70,13 +70,13 @@ async def test_page_runs_from_top_to_bottom(
 
 
 def test_page_names_every_error_class() -> None:
-    """And none that does not exist."""
+    """The page names every error class, and no others."""
     named = set(re.findall(r"`(\w+Error)`", PAGE.source))
     exported = {name for name in sdk.__all__ if name.endswith("Error")}
     assert named == exported
 
 
 def test_exports_are_sorted_and_importable() -> None:
-    """All names in ``__all__``."""
+    """``__all__`` is sorted, and each of its names can be imported."""
     assert sorted(sdk.__all__) == sorted(set(sdk.__all__))
     assert all(hasattr(sdk, name) for name in sdk.__all__)

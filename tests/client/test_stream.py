@@ -239,7 +239,7 @@ def test_forgotten_key_is_not_accepted() -> None:
     stream = running()
     list(stream.take(events_lost(transcript=transcript(""), turns=(ended("t", 2),))))
     stream.requested("c2")
-    with pytest.raises(InferenceCenterError, match="no longer knows it"):
+    with pytest.raises(InferenceCenterError, match="no longer has it"):
         list(stream.take(queued("t2", request_id="c2")))
 
 
@@ -291,7 +291,7 @@ def test_followed_turn() -> None:
     assert [event.content for event in rest] == ["lo"]  # type: ignore[union-attr]
     assert isinstance(last, End)
     assert (last.finish_reason, last.usage.completion_tokens, last.stats.tokens) == ("length", 2, 2)
-    assert "times" in last.warnings[0]
+    assert "timings" in last.warnings[0]
     assert stream.over
     assert "t, OVER" in repr(stream)
 

@@ -299,7 +299,7 @@ async def test_retry_count_is_respected(
 
 
 async def test_unloaded_model_is_awaited(scripted: Start) -> None:
-    """Without counting a retry; the callback is called."""
+    """Waiting for the model counts as no retry; the callback is called."""
 
     async def sleep(_seconds: float) -> None:
         pass
@@ -335,7 +335,7 @@ async def test_started_answer_is_not_retried(scripted: Start) -> None:
 
 
 async def test_turn_that_fails_in_the_queue_is_retried(scripted: Start) -> None:
-    """It had no output yet."""
+    """A turn that fails before any output is retried."""
 
     async def sleep(_seconds: float) -> None:
         pass
@@ -391,7 +391,7 @@ async def test_invalid_arguments_are_refused_locally(scripted: Start) -> None:
     async with Client(await scripted(daemon), "ic_a_b") as client:
         session = await client.create_session()
         with pytest.raises(RequestError, match="give either prompt or messages"):
-            session.infer()
+            session.infer("hi", messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(RequestError) as caught:
             session.infer("hi", tool_choices="none")  # type: ignore[call-arg]
         assert (caught.value.field, caught.value.hint) == ("tool_choices", "Did you mean tool_choice?")

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
 
 PROGRAMS: Final = Path(__file__).parent / "programs"
-INSTALL_TIMEOUT_S: Final = 900
+INSTALL_TIMEOUT_S: Final = 1800
 RUN_TIMEOUT_S: Final = 240
 NEWEST: Final = "INFERENCECENTER_TEST_NEWEST_CLIENTS"
+LARGE: Final = "INFERENCECENTER_TEST_LARGE_CLIENTS"
 _PORT: Final = "127.0.0.1:3000"
 _COMMANDS: Final = {".py": "python", ".mjs": "node", ".sh": "bash"}
 
@@ -81,7 +82,7 @@ SDKS: Final = (
         "anthropic (Python)",
         "anthropic.py",
         ("anthropic==2.12.0",),
-        HELLO | SUNNY | REASONING | {"errors": 503, "messages": "42"},
+        HELLO | SUNNY | STRUCTURED | REASONING | {"errors": 503, "messages": "42"},
     ),
     ClientProgram(
         "langchain-openai",
@@ -93,13 +94,13 @@ SDKS: Final = (
         "pydantic-ai",
         "pydantic_ai.py",
         ("pydantic-ai-slim[openai]==2.68.0",),
-        HELLO | SUNNY | STRUCTURED | REASONING | RESPONSES,
+        HELLO | SUNNY | STRUCTURED | REASONING | RESPONSES | {"errors": 503},
     ),
     ClientProgram(
         "openai-agents",
         "openai_agents.py",
         ("openai-agents==0.24.0",),
-        HELLO | SUNNY | STRUCTURED | RESPONSES,
+        HELLO | SUNNY | STRUCTURED | REASONING | RESPONSES | {"errors": "overloaded"},
     ),
     ClientProgram(
         "litellm",
@@ -154,6 +155,7 @@ CODEX: Final = ClientProgram(
     ("@openai/codex@0.169.0",),
     {
         "text": FIXED,
+        "streaming": FIXED,  # it makes no other requests
         "tools": ["cat notes.txt", "sed -i s/wrld/world/ notes.txt", "grep -c world notes.txt"],
         "responses": FIXED,
     },
@@ -162,9 +164,18 @@ CLAUDE_CODE: Final = ClientProgram(
     "Claude Code",
     "claude.sh",
     ("@anthropic-ai/claude-code@2.1.197",),
-    {"text": FIXED, "tools": ["Read", "Edit", "Bash"], "messages": FIXED},
+    {"text": FIXED, "streaming": FIXED, "tools": ["Read", "Edit", "Bash"], "messages": FIXED},
 )
-CLIENTS: Final = (*SDKS, CODEX, CLAUDE_CODE)
+OPEN_WEBUI: Final = ClientProgram(
+    "Open WebUI",
+    "openwebui.sh",
+    ("open-webui==0.12.4",),
+    {
+        "text": {"script": ["openai", "Hello there."], "script:latest": ["ollama", "Hello there."]},
+        "streaming": ["Hello there.", "Hello there."],
+    },
+)
+CLIENTS: Final = (*SDKS, OPEN_WEBUI, CODEX, CLAUDE_CODE)
 
 
 def install(client: ClientProgram, cache: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.clients.client_programs import CLAUDE_CODE, CODEX, FIXED, OPENAI_MODEL, install, run
+from tests.clients.client_programs import CLAUDE_CODE, CODEX, FIXED, OPENAI_MODEL, PROGRAMS, install, run
 
 if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
@@ -49,6 +49,17 @@ def test_codex_applies_a_patch(daemon: Daemon, installed_clients: Path, tmp_path
     assert (tmp_path / "work/notes.txt").read_text() == "Hello, world\n"
     (ended,) = (event for event in events(output) if event["type"] == "turn.completed")
     assert ended["usage"]["cached_input_tokens"] > ended["usage"]["input_tokens"] / 2
+
+
+def test_codex_calls_a_tool_of_an_mcp_server(daemon: Daemon, installed_clients: Path, tmp_path: Path) -> None:
+    """It offers the server's tools in a namespace, and finds its own tool by the namespace and name of the call."""
+    program = (PROGRAMS / "codex_mcp.sh").read_text(encoding="utf-8")
+    output = run(CODEX, install(CODEX, installed_clients), daemon, tmp_path, text=program)
+    items = [event["item"] for event in events(output) if event["type"] == "item.completed"]
+    (call,) = (item for item in items if item["type"] == "mcp_tool_call")
+    assert (call["server"], call["tool"], call["arguments"]) == ("almanac", "tide", {"harbour": "Bergen"})
+    assert (call["status"], call["result"]["content"][0]["text"]) == ("completed", "Bergen: 14:05")
+    assert items[-1]["text"] == "At 14:05."
 
 
 def test_claude_code_does_a_task(daemon: Daemon, installed_clients: Path, tmp_path: Path, work: Path) -> None:

@@ -51,7 +51,7 @@ def test_source_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_top_level_settings_can_be_overridden(tmp_path: Path) -> None:
-    """Settings outside any table."""
+    """Settings outside any table can be set by variables and options."""
     assert load_settings(None, {"state_dir": tmp_path}).state_dir == tmp_path
 
 
@@ -106,7 +106,7 @@ def test_invalid_option_names_the_command_line() -> None:
 
 
 def test_invalid_list_item_is_named(tmp_path: Path) -> None:
-    """Only that item."""
+    """The error names only the invalid item."""
     error = _refused(_file(tmp_path, '[server]\ntrusted_proxies = ["10.0.0.0/8", "nowhere"]\n'))
     assert "server.trusted_proxies[1]" in error.message
     assert "nowhere" in error.message
@@ -146,7 +146,7 @@ def test_toml_parser_failures_name_the_file(tmp_path: Path, text: str, reason: s
 
 
 def test_deeply_nested_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a setting and as a parameter."""
+    """Nested JSON is refused in settings and in parameters."""
     for name in ("INFERENCECENTER_GPU__DEVICES", "INFERENCECENTER_PARAMS__STOP"):
         with monkeypatch.context() as environment:
             environment.setenv(name, "[" * 100_000)
@@ -172,7 +172,7 @@ def test_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", loader.OTHER_ENVIRONMENT)
 def test_documented_non_setting_variables_are_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other components read them."""
+    """Variables that other components read are not unknown settings."""
     if name != loader.ENV_CONFIG:
         monkeypatch.setenv(name, "value")
     load_settings()
@@ -226,7 +226,7 @@ def test_types_missing_in_toml_are_converted(tmp_path: Path) -> None:
 
 
 def test_variables_and_options_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are text."""
+    """Variables and options are text, which is converted to the setting's type."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "3001")
     assert load_settings(None, {"server.web": "false"}).server == Settings(server={"port": 3001, "web": False}).server
 

@@ -146,7 +146,7 @@ def test_certificate_requires_its_key(given: dict[str, str]) -> None:
 
 
 def test_clients_file_defaults_to_the_systemd_credential(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If it exists; an explicit path overrides it."""
+    """The credential is used if it exists; an explicit path overrides it."""
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     assert Settings().auth.clients_file is None
     (tmp_path / "clients.toml").touch()

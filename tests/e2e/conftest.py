@@ -16,5 +16,6 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
     """A daemon on the demo model; a test finds sessions of others on it, and what they left in its slots."""
-    with run_daemon(tmp_path_factory.mktemp("daemon") / "state", demo_model_path) as running:
+    state_dir = tmp_path_factory.mktemp("daemon") / "state"
+    with run_daemon(state_dir, demo_model_path, INFERENCECENTER_SERVER__SHARE_LINKS="true") as running:
         yield running

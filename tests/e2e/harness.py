@@ -287,11 +287,11 @@ async def _upgrade(url: str) -> ClientConnection:
 
 
 @contextlib.asynccontextmanager
-async def connect_client(daemon: Daemon) -> AsyncIterator[SocketClient]:
-    """A v1 socket, authenticated with the admin token."""
+async def connect_client(daemon: Daemon, token: str = "") -> AsyncIterator[SocketClient]:
+    """A v1 socket, authenticated with a token, by default the administrator's."""
     async with await _upgrade(daemon.url) as websocket:
         client = SocketClient(websocket)
-        reply = await client.ask(op="auth", token=daemon.admin_token, protocol=1)
+        reply = await client.ask(op="auth", token=token or daemon.admin_token, protocol=1)
         assert reply["op"] == "auth_success", reply
         yield client
 

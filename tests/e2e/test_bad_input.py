@@ -147,12 +147,13 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "append": {"messages": [{"role": "user", "content": "x"}]},
     "rewind_session": {"turn": "start"},
     "set_metadata": {"metadata": {"title": "x"}},
+    "call_mcp_tool": {"call_id": "c", "server": "m"},
 }
 """What an op needs besides a session."""
 SESSION_FIELDS = [
-    (op, field) for op, kind in REQUESTS.items() for field in ("session_id", "after") if field in kind.model_fields
-]
-"""Every op that names a session, and the field by which it does."""
+    (op, "session_id") for op, kind in REQUESTS.items() if "session_id" in kind.model_fields and op != "purge_session"
+] + [("list_sessions", "after")]
+"""Every op of a session's owner that names one, and the field by which it does."""
 
 
 @pytest.fixture
@@ -180,8 +181,8 @@ async def test_foreign_session_is_indistinguishable_from_a_missing_one(daemon: D
             for session_id in (session, "s_" + "A" * (len(session) - 2)):
                 await stranger.send(json.dumps({"op": op, **REQUIRED.get(op, {}), field: session_id, "id": "same"}))
                 answers.append(await asyncio.wait_for(stranger.recv(), REPLY_TIMEOUT_S))
-            assert answers[0] == answers[1]
-            assert json.loads(answers[0])["code"] == "session_not_found"
+            assert answers[0] == answers[1], op
+            assert json.loads(answers[0])["code"] == "session_not_found", op
         await _still_works(owner, session)
 
 

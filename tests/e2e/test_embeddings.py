@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from openai import AsyncOpenAI
@@ -95,6 +95,35 @@ async def test_client_gets_vectors(embedding_daemon: Daemon, openai: AsyncOpenAI
         assert refused.value.field == "input.1"
         kinds = {model.name: model.kind for model in await client.models()}
         assert kinds == {"demo": "chat", "bert": "embedding", "topics": "embedding", "rerank": "reranking"}
+
+
+async def test_client_ranks_documents(embedding_daemon: Daemon, openai: AsyncOpenAI) -> None:
+    """The scores are those of HTTP, of more documents than one request has."""
+    ranked = await openai.post(
+        "/rerank", body={"model": "rerank", "query": "cat", "documents": TEXTS}, cast_to=dict[str, object]
+    )
+    (best, *_) = cast("list[dict[str, Any]]", ranked["results"])
+    documents = [*TEXTS] * 70
+    async with Client(embedding_daemon.url, embedding_daemon.admin_token) as client:
+        found = await client.rerank("cat", documents, top_n=70)
+    assert (found.model, len(found.results)) == ("rerank", 70)
+    assert {each.index % len(TEXTS) for each in found.results} == {best["index"]}
+    assert max(each.index for each in found.results) > 256
+    assert found.results[0].relevance_score == pytest.approx(best["relevance_score"], abs=1e-4)
+
+
+def test_command_ranks_documents(embedding_daemon: Daemon) -> None:
+    """A line for each, the best first, and as the blocking client has them."""
+    command = [sys.executable, "-m", "inferencecenter", "rerank", "cat", *TEXTS]
+    reach = ["--url", embedding_daemon.url, "--token", embedding_daemon.admin_token]
+    written = subprocess.run([*command, *reach], capture_output=True, text=True, check=True).stdout
+    lines = [json.loads(line) for line in written.splitlines()]
+    with BlockingClient(embedding_daemon.url, embedding_daemon.admin_token) as client:
+        found = client.rerank("cat", TEXTS)
+    assert [line["index"] for line in lines] == [each.index for each in found.results]
+    assert [line["document"] for line in lines] == [TEXTS[line["index"]] for line in lines]
+    scores = [line["relevance_score"] for line in lines]
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_blocking_client_gets_vectors(embedding_daemon: Daemon) -> None:

@@ -27,7 +27,7 @@ api_key = "a-key-of-the-first-protocol"
 max_sessions = 3
 """
 CREDENTIALS = {"client_id": "desk", "api_key": "a-key-of-the-first-protocol"}
-KNOWN_OPS = {kind.model_fields["op"].default for kind in AnyEvent.__args__ if kind.dagger}
+KNOWN_OPS = {kind.model_fields["op"].default for kind in AnyEvent.__args__ if kind.first_protocol}
 
 
 @pytest.fixture(scope="module")

@@ -185,15 +185,18 @@ def test_shared_pieces_are_tokenized_once(engine: Engine) -> None:
 
 
 def test_long_turns_share_a_slot(tmp_path: Path) -> None:
-    """Three endless turns on one slot, a few tokens each time: all make progress, and each text is right."""
+    """Three endless turns on one slot, a few tokens each time: all make progress, and each text is right.
+
+    They have many more tokens than a quantum, since the first one decodes while the others are tokenized.
+    """
     engine = Engine(tmp_path, slots=1, quantum_tokens=4)
     texts = {"a": "abc", "b": "defg", "c": "hi"}
-    limited = b'{"ignore_eos":true,"max_tokens":24}'
+    limited = b'{"ignore_eos":true,"max_tokens":400}'
     engine.front.send(*(submit(name, text, params=limited) for name, text in texts.items()))
     ends = {name: engine.front.finished(name) for name in texts}
     engine.stop()
     for name, text in texts.items():
-        assert engine.front.text(name) == (text * 24)[:24]
+        assert engine.front.text(name) == (text * 400)[:400]
         assert isinstance(ends[name], Finished)
     assert all(end.preempted >= 2 for end in ends.values())
     deltas = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput
-from inferencecenter.sessions.prompt.sandbox import MAX_CHARS
+from inferencecenter.sessions.prompt.template import MAX_CHARS
 from inferencecenter.sessions.prompt.template_process import RenderLimits, TemplateProcessPool
 from tests.sessions.conftest import BRACKETS, make_model
 

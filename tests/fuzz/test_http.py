@@ -92,6 +92,7 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
         {"prompt": "Hi", "max_tokens": 4, "grammar": 'root ::= "a" | "b"'},
     ],
     "/infill": [{"input_prefix": "def f(", "input_suffix": "):", "prompt": "a", "n_predict": 4, "stream": True}],
+    "/v1/fim/completions": [{"prompt": "def f(", "suffix": "):", "random_seed": 1, "max_tokens": 4, "stream": True}],
     "/v1/embeddings": [
         {"model": "echo", "input": ["a", "b"], "encoding_format": "float"},
         {"model": "echo", "input": [[1, 2], [3]], "dimensions": 4, "user": "u"},
@@ -140,7 +141,10 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
     "/api/show": [{"model": "echo", "verbose": True}],
     "/api/pull": [{"model": "no/such/model.gguf", "insecure": False, "stream": True}],
     "/api/delete": [{"model": "none"}],
-    "/tokenize": [{"text": "Hi", "special": True, "add_bos": False, "pieces": True}],
+    "/tokenize": [
+        {"text": "Hi", "special": True, "add_bos": False, "pieces": True},
+        {"text": "Hi", "count_only": True},
+    ],
     "/detokenize": [{"tokens": [72, 105]}],
 }
 SEGMENTS: Final = st.sampled_from(

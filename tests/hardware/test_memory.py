@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.hardware import process_usage
-from inferencecenter.hardware.host import physical_cores
 from inferencecenter.hardware.memory import (
     MemoryLimit,
     ResidentMemory,
     available_memory_bytes,
     cgroup_memory,
     machine_memory,
+    physical_cores,
     resident_memory,
 )
 from inferencecenter.hardware.process_usage import read_usage

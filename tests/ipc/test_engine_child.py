@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +102,26 @@ def test_failed_process_start_closes_its_socket(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(OSError, match="nowhere"):
         EngineChild()
     assert [sock.fileno() for sock in opened] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "spin_count"),
+    [({}, b"5000"), ({"GOMP_SPINCOUNT": "7"}, b"7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+)
+def test_threads_spin_briefly_unless_the_operator_decides(
+    chosen: dict[str, str], spin_count: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long spinning waits for threads that a busy neighbour keeps from running."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    child = EngineChild()
+    try:
+        environment = Path(f"/proc/{child.process.pid}/environ")
+        while not (variables := environment.read_bytes().split(b"\0"))[0]:  # exec has not finished
+            time.sleep(0.01)
+    finally:
+        child.discard()
+    found = dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)
+    assert found.get(b"GOMP_SPINCOUNT") == spin_count

@@ -40,6 +40,12 @@ class StubFile:
         return about
 
 
+def _going() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class StubHub:
     """What the hub has, how it misbehaves, and what it was asked.
@@ -54,6 +60,7 @@ class StubHub:
         token: Without which repositories are unknown.
         listing: What is answered instead of what a repository has.
         range_said: What is said instead of which part of a file comes.
+        pause: While it is cleared, bodies stop in their middle.
         heard: Method, path, range and credential of each request.
     """
 
@@ -67,6 +74,7 @@ class StubHub:
     listing: bytes | None = None
     range_said: str | None = None
     heard: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
+    pause: threading.Event = field(default_factory=_going)
     url: str = ""
 
     def ranges(self) -> list[str | None]:
@@ -132,7 +140,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: self.hub.cuts.pop(0)])
             self.close_connection = True
         else:
-            self.wfile.write(content)
+            half = len(content) // 2
+            self.wfile.write(content[:half])
+            self.hub.pause.wait(60)
+            self.wfile.write(content[half:])
 
     def _json(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         self._write(status, json.dumps(body).encode(), headers)

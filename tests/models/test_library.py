@@ -65,7 +65,7 @@ def test_file_elsewhere_is_kept(tmp_path: Path) -> None:
     for path in (elsewhere, hidden):
         path.touch()
     error = refused(models, "a", elsewhere)
-    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "model")
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "name")
     assert refused(models, "b", hidden).code is ErrorCode.MODEL_NOT_FOUND
     assert elsewhere.exists()
     assert hidden.exists()

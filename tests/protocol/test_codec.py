@@ -11,10 +11,10 @@ from pydantic import BaseModel
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
-from inferencecenter.protocol.base import Dagger, Event
+from inferencecenter.protocol.base import Event, FirstProtocol
 from inferencecenter.protocol.codec import REQUESTS, FrameError, encode, read_frame
 from inferencecenter.protocol.events import AnyEvent
-from inferencecenter.protocol.values import ChatMessage, TokenLogprobs
+from inferencecenter.protocol.values import ChatMessage, Preset, TokenLogprobs
 
 EVENTS: tuple[type[Event], ...] = get_args(AnyEvent)
 
@@ -83,7 +83,7 @@ def test_deep_value_is_described(value: str) -> None:
 
 
 def test_error_shortens_long_names() -> None:
-    """In message and field."""
+    """Long names are shortened in the message and in ``field``."""
     error = refused(json.dumps({"op": "ping", "k" * 100_000: 1}))
     assert str(error.field).startswith("kkk")
     assert len(error.message) + len(str(error.field)) < 300
@@ -143,7 +143,7 @@ def test_ops_are_case_insensitive(op: str) -> None:
 
 
 def test_unknown_op_suggests_the_nearest() -> None:
-    """In the hint."""
+    """The hint has the most similar op."""
     error = refused('{"op": "infre"}')
     assert (error.code, error.field, error.hint) == (ErrorCode.UNKNOWN_OP, "op", "Did you mean infer?")
     assert "infer" in str(refused('{"op": "zzz"}').hint)
@@ -153,13 +153,13 @@ def test_unknown_op_suggests_the_nearest() -> None:
     ("value", "known"), [("", ""), ("a", "a"), ("x" * 64, "x" * 64), ("x" * 65, None), (7, None), (None, None)]
 )
 def test_errors_echo_the_id(value: object, known: str | None) -> None:
-    """Even for an unknown op; an unusable id is not echoed."""
+    """The id is echoed even for an unknown op; an unusable id is not."""
     assert read_frame(json.dumps({"op": "nonsense", "id": value})).id == known
 
 
 @pytest.mark.parametrize("value", ["x" * 65, 7, 1.5, True, [], {}])
 def test_invalid_id_is_refused(value: object) -> None:
-    """By type or length."""
+    """An id of another type, or too long, is refused."""
     error = refused(json.dumps({"op": "ping", "id": value}))
     assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "id")
 
@@ -169,7 +169,7 @@ def test_invalid_id_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("op", REQUESTS)
 def test_unknown_fields_are_refused(op: str) -> None:
-    """In every request."""
+    """Every request refuses unknown fields."""
     special: dict[str, dict[str, Any]] = {
         "auth": {"token": "t"},
         "infer": {"session_id": "s", "prompt": "p"},
@@ -177,9 +177,26 @@ def test_unknown_fields_are_refused(op: str) -> None:
         "rewind_session": {"session_id": "s", "turn": "start"},
         "set_metadata": {"session_id": "s", "metadata": {}},
         "embed": {"texts": ["t"]},
+        "save_preset": {"preset": {"preset_type": "prompt", "name": "n", "text": "t"}},
+        "delete_preset": {"preset_type": "prompt", "name": "n"},
+        "call_mcp_tool": {"session_id": "s", "call_id": "c", "server": "m"},
+        "rerank": {"query": "q", "documents": ["t"]},
+        "search_sessions": {"query": "q"},
+        "revoke_share": {"share_id": "h_0123456789abcdef"},
         "load_model": {"name": "m"},
         "unload_model": {"name": "m"},
         "kick": {"client_id": "c"},
+        "pull_model": {"reference": "r"},
+        "cancel_pull": {"reference": "r"},
+        "remove_model": {"name": "m"},
+        "create_account": {"client_id": "c"},
+        "change_account": {"client_id": "c"},
+        "get_account": {"client_id": "c"},
+        "delete_account": {"client_id": "c", "sessions": "keep"},
+        "create_token": {"client_id": "c"},
+        "change_token": {"token_id": "t", "access_limits": {}},
+        "rotate_token": {"token_id": "t"},
+        "revoke_token": {"token_id": "t"},
     }
     least = special.get(op, {"session_id": "s"} if "session_id" in REQUESTS[op].model_fields else {})
     assert read_frame(json.dumps({"op": op, **least})).parse().op == op
@@ -234,7 +251,6 @@ def test_field_errors_name_the_field(frame: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        ({"op": "infer", "session_id": "s"}, "either prompt or messages"),
         (
             {"op": "infer", "session_id": "s", "prompt": "p", "messages": [{"role": "user", "content": "c"}]},
             "either prompt or messages",
@@ -264,6 +280,7 @@ def test_errors_contain_no_secret(field: str) -> None:
 
 
 _OF_ONE_ROLE: Final[dict[str, Any]] = {"role": "assistant", "tool_call_id": None}
+_OF_ONE_TYPE: Final[dict[str, Any]] = {"text": None, "regex": None, "grammar": None}
 
 
 def sample(annotation: Any) -> Any:  # a value of any type that events are made of
@@ -271,15 +288,17 @@ def sample(annotation: Any) -> Any:  # a value of any type that events are made 
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is typing.Literal:
         return arguments[0]
-    if origin is tuple:
-        return (sample(arguments[0]),)
+    if origin in (tuple, list):
+        return origin((sample(arguments[0]),))
     if origin is dict:
-        return {"key": 1 if arguments[1] is not str else "value"}
+        is_column = get_origin(arguments[1]) is tuple
+        return {"key": sample(arguments[1]) if is_column or arguments[1] is str else 1}
     if arguments:
         return sample(next(each for each in arguments if each is not type(None)))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         values = {name: sample(field.annotation) for name, field in annotation.model_fields.items()}
-        return annotation(**values | _OF_ONE_ROLE if annotation is ChatMessage else values)
+        special = {ChatMessage: _OF_ONE_ROLE, Preset: _OF_ONE_TYPE}.get(annotation, {})
+        return annotation(**values | special)
     return {str: "text", int: 3, float: 0.5, bool: True}[annotation]
 
 
@@ -287,7 +306,7 @@ def marked(kind: type[BaseModel]) -> dict[str, Any]:
     """Return the names that protocol version 0 knows, nested as the message is."""
     names: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
-        if any(isinstance(mark, Dagger) for mark in field.metadata):
+        if any(isinstance(mark, FirstProtocol) for mark in field.metadata):
             nested = field.annotation
             is_model = isinstance(nested, type) and issubclass(nested, BaseModel)
             names[name] = marked(typing.cast("type[BaseModel]", nested)) if is_model else None
@@ -306,8 +325,8 @@ def test_events_of_both_protocol_versions(kind: type[Event]) -> None:
     whole = encode(event)
     assert whole is not None
     assert json.loads(whole) == json.loads(event.model_dump_json(exclude_none=True))
-    old = encode(event, dagger_only=True)
-    if not kind.dagger:
+    old = encode(event, first_protocol=True)
+    if not kind.first_protocol:
         assert old is None
         return
     assert old is not None
@@ -318,17 +337,17 @@ def test_events_of_both_protocol_versions(kind: type[Event]) -> None:
 
 def test_ops_of_protocol_version_0() -> None:
     """The list is complete."""
-    assert {kind.model_fields["op"].default for kind in EVENTS if kind.dagger} == {
+    assert {kind.model_fields["op"].default for kind in EVENTS if kind.first_protocol} == {
         "hello", "auth_success", "auth_failed", "session_created", "session_error", "token", "end", "abort",
         "session_closed", "metrics", "metrics_subscribed", "metrics_unsubscribed", "error",
     }  # fmt: skip
 
 
 def test_absent_values_are_omitted() -> None:
-    """Except readings, which are null."""
+    """Absent values are omitted, except readings, which are null."""
     assert encode(events.Pong()) == '{"op":"pong"}'
     assert encode(events.Pong(id="x")) == '{"op":"pong","id":"x"}'
-    assert encode(events.AuthFailed(reason="no"), dagger_only=True) == '{"op":"auth_failed","reason":"no"}'
+    assert encode(events.AuthFailed(reason="no"), first_protocol=True) == '{"op":"auth_failed","reason":"no"}'
 
 
 def test_text_round_trips() -> None:
@@ -345,7 +364,7 @@ def test_version_0_omits_logprobs() -> None:
     logprobs = (TokenLogprobs(token="a", token_id=1, logprob=-0.1, top=()),)
     event = events.Token(session_id="s", seq=1, turn_id="t", content="a", logprobs=logprobs)
     assert json.loads(encode(event) or "")["logprobs"][0]["logprob"] == -0.1
-    assert encode(event, dagger_only=True) == '{"op":"token","session_id":"s","content":"a"}'
+    assert encode(event, first_protocol=True) == '{"op":"token","session_id":"s","content":"a"}'
 
 
 @pytest.mark.parametrize(("n_chars", "fits"), [(131_072, True), (131_073, False)])

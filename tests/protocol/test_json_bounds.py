@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol import json_bounds
-from inferencecenter.protocol.codec import read_frame
-from inferencecenter.protocol.json_bounds import MAX_COMMAS, MAX_STRUCTURE, check_json_bounds
+from inferencecenter.protocol import codec
+from inferencecenter.protocol.codec import MAX_COMMAS, MAX_STRUCTURE, check_json_bounds, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +80,7 @@ def _structure(value: object) -> int:
 def test_lists_objects_and_fields_count(dumps: Callable[[object], str], value: object, limit: int) -> None:
     """A text is refused exactly above the limit."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(json_bounds, "MAX_STRUCTURE", limit)
+        patched.setattr(codec, "MAX_STRUCTURE", limit)
         try:
             check_json_bounds(dumps(value).encode())
         except InferenceCenterError:

@@ -110,12 +110,12 @@ def test_only_finite_numbers_are_numbers(name: str, value: object) -> None:
 
 @pytest.mark.parametrize("name", sorted(INTEGERS))
 def test_floats_are_no_integers(name: str) -> None:
-    """Even a whole float."""
+    """Even a float with an integral value is refused."""
     assert refused({name: 2.0}).field == f"params.{name}"
 
 
 def test_integers_are_accepted_for_floats() -> None:
-    """And stored as floats."""
+    """Integers are stored as floats."""
     value = parse_params({"temperature": 1}).temperature
     assert (value, type(value)) == (1.0, float)
 
@@ -166,7 +166,7 @@ def test_invalid_strings_and_lists_are_refused(raw: dict[str, Any], shown: str) 
 
 
 def test_lists_and_biases_become_tuples() -> None:
-    """In every accepted form."""
+    """Every accepted form gives tuples."""
     params = parse_params(
         {
             "stop": "END",
@@ -191,7 +191,7 @@ def test_zero_bias_is_no_ban() -> None:
 
 
 def test_aliases() -> None:
-    """Each sets its parameter."""
+    """Each alias sets its parameter."""
     aliases = {alias: doc.name for doc in PARAM_DOCS for alias in doc.aliases}
     assert aliases == {
         "temp": "temperature",
@@ -303,7 +303,7 @@ def test_groups_must_be_objects(raw: dict[str, Any]) -> None:
 
 
 def test_wrong_group_names_the_right_one() -> None:
-    """As ``stop`` under ``sampling``."""
+    """For ``stop`` under ``sampling`` the error names its own group."""
     error = refused({"sampling": {"stop": "x"}})
     assert error.field == "params.sampling.stop"
     assert "stopping" in error.message
@@ -315,7 +315,7 @@ def test_disabled_tail_free_sampling_is_accepted() -> None:
 
 
 def test_error_paths_start_at_the_given_path() -> None:
-    """The caller passes it."""
+    """The path given by the caller is the prefix of paths in errors."""
     assert refused({"top_k": -1}, path="generation.defaults").field == "generation.defaults.top_k"
 
 
@@ -418,14 +418,14 @@ def test_any_input_is_accepted_or_refused(raw: dict[str, Any]) -> None:
     ],
 )
 def test_values_without_effect_are_warned_about(raw: dict[str, Any], silenced: set[str]) -> None:
-    """Exactly the explicit ones, once each."""
+    """Each explicit value without effect gives exactly one warning."""
     warnings = cross_check(parse_params(raw))
     assert {warning.split()[0] for warning in warnings} == silenced
     assert len(warnings) == len(silenced)
 
 
 def test_warnings_ignore_excluded_levels() -> None:
-    """As those of a model file."""
+    """Values of excluded levels, such as a model file's, give no warnings."""
     params = parse_params({"temperature": 0, "top_k": 20})
     assert cross_check(params, given={"temperature"}) == ()
     assert len(cross_check(params, given={"temperature", "top_k"})) == 1

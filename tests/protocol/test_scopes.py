@@ -15,7 +15,7 @@ def test_every_scope_is_described() -> None:
 
 
 def test_scope_names_are_parsed() -> None:
-    """As spelled on the wire."""
+    """Names are parsed as they are spelled on the wire."""
     assert parse_scopes(["user", "admin"]) == {Scope.USER, Scope.ADMIN}
 
 

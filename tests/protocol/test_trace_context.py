@@ -41,7 +41,7 @@ def test_valid_traceparent_is_kept(value: str) -> None:
 
 @pytest.mark.parametrize(("value", "why"), WRONG.items())
 def test_invalid_traceparent_is_refused(value: str, why: str) -> None:
-    """With the reason; also zero ids and version ff."""
+    """The error has the reason; zero ids and version ff are invalid too."""
     with pytest.raises(ValueError, match=why):
         check_traceparent(value)
 
@@ -53,7 +53,7 @@ def test_invalid_header_is_ignored(value: str) -> None:
 
 
 def test_missing_header_gives_none() -> None:
-    """As on most upgrades."""
+    """Most upgrades have no such header."""
     assert read_traceparent(None) is None
 
 

@@ -81,7 +81,7 @@ def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, se
         outbox.enable_v1()
     event = token(content, seq, session=session, turn=turn)
     outbox.send(event)
-    assert [frame.decode() for frame in wire.written] == [encode(event, dagger_only=not v1)]
+    assert [frame.decode() for frame in wire.written] == [encode(event, first_protocol=not v1)]
 
 
 def reasoning(content: str, seq: int, *, turn: str = "t") -> events.Reasoning:

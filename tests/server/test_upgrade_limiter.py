@@ -7,8 +7,8 @@ import json
 import pytest
 from starlette.datastructures import Headers
 
+from inferencecenter.server.connection_limits import BURST_S, REFUSAL, UpgradeLimiter
 from inferencecenter.server.handshake import TrustedProxies
-from inferencecenter.server.upgrade_limiter import BURST_S, REFUSAL, UpgradeLimiter
 from inferencecenter.telemetry.metrics import DaemonMetrics
 
 STRANGER = Headers({"host": "box"})

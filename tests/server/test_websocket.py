@@ -58,6 +58,18 @@ async def test_socket_options(server: Running) -> None:
         assert raw.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY) == 1
 
 
+async def test_open_socket_holds_no_headers(server: Running) -> None:
+    """Headers of the upgrade, of up to 64 KB, are freed once it is accepted."""
+    headers = {"Authorization": f"Bearer {server.token}", "x-large": "x" * 8_000}
+    async with server.connect(additional_headers=headers, subprotocols=["inferencecenter.v1"]) as socket:
+        await receive(socket)
+        held = only_websocket(server)
+        assert not held.request.headers
+        assert not held.response.headers
+        assert held.scope["headers"] == []
+        assert (await ask(socket, op="ping"))["op"] == "pong"
+
+
 async def test_unread_socket_is_aborted(serve: Serve) -> None:
     """Its turn continues and can be resumed; another client's stream is unaffected."""
     async with serve(outbox_bytes=2**16) as server, server.v1(max_queue=1) as stuck, server.v1() as reading:

@@ -20,13 +20,18 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events
 from inferencecenter.sessions.journal import (
+    ConfigChanged,
     EpochChanged,
     HistoryChanged,
-    MetadataChanged,
+    McpCallsChanged,
     PendingTurn,
+    PresetRemoved,
+    PresetStored,
     SessionArchived,
     SessionDeleted,
     SessionOpened,
+    ShareDeleted,
+    ShareRecorded,
     StoredSession,
     TokensAppended,
     TurnEnded,
@@ -207,7 +212,9 @@ def kept(records: Iterable[Record]) -> list[StoredSession]:
             )
         elif isinstance(record, SessionDeleted):
             del sessions[record.session_id]
-        elif not isinstance(record, UsageRecorded | SessionArchived):
+        elif not isinstance(
+            record, UsageRecorded | SessionArchived | PresetStored | PresetRemoved | ShareRecorded | ShareDeleted
+        ):
             sessions[record.session_id] = _after(sessions[record.session_id], record)
     return list(sessions.values())
 
@@ -220,7 +227,14 @@ def _parts(before: PendingTurn, said: TokensAppended) -> tuple[Part, ...] | None
 
 def _after(
     session: StoredSession,
-    record: TurnQueued | TokensAppended | TurnEnded | TurnFailed | HistoryChanged | MetadataChanged | EpochChanged,
+    record: TurnQueued
+    | TokensAppended
+    | TurnEnded
+    | TurnFailed
+    | HistoryChanged
+    | McpCallsChanged
+    | ConfigChanged
+    | EpochChanged,
 ) -> StoredSession:
     match record:
         case TurnQueued():
@@ -269,11 +283,18 @@ def _after(
                 ends={key: end for key, end in session.ends.items() if end.turn_id in left},
                 failures={} if record.rewound else session.failures,
             )
-        case MetadataChanged() | EpochChanged():
-            config = (
-                record.config if isinstance(record, MetadataChanged) else replace(session.config, epoch=record.epoch)
-            )
-            return replace(session, config=config)
+        case _:
+            return _configured(session, record)
+
+
+def _configured(session: StoredSession, record: McpCallsChanged | ConfigChanged | EpochChanged) -> StoredSession:
+    match record:
+        case McpCallsChanged():
+            return replace(session, seq=record.seq, last_used_at=record.last_used_at, mcp_calls=record.calls)
+        case ConfigChanged():
+            return replace(session, config=record.config)
+        case EpochChanged():
+            return replace(session, config=replace(session.config, epoch=record.epoch))
 
 
 @dataclass

@@ -222,6 +222,51 @@ async def test_memory_limit_archives(path: Path) -> None:
         assert await world.archived() == {second}
 
 
+async def test_longer_session_archives_idle_ones(path: Path) -> None:
+    """A turn or a message beyond ``max_client_mib`` is refused only if no idle session can leave memory."""
+    settings = SETTINGS.model_copy(update={"max_client_mib": 1})
+    async with storing(path, settings=settings, max_transcript_chars=10_000_000) as world:
+        first = world.create(system="x" * 700_000)
+        second = world.create()
+        world.append(second, ("user", "y" * 700_000))
+        assert await world.archived() == {first}
+        third = world.create()
+        world.infer(third, "z" * 700_000)
+        assert await world.archived() == {first, second}
+        world.engine.answer("Yes")
+        world.create(system="a" * 700_000, store=False)
+        assert third in await world.archived()
+        error = await refused(ErrorCode.QUOTA_EXCEEDED, world.append, world.create(), ("user", "b" * 700_000))
+        assert "1048576" in error.message
+
+
+async def test_subscriber_of_an_archived_session_is_told_that_another_has_it(path: Path) -> None:
+    """As if the session had stayed in memory; a closed socket is forgotten."""
+    async with storing(path) as world:
+        watched = world.create()
+        world.turn(watched, "Hi", "Hello")
+        first, other = world.sink, FakeSink()
+        world.sink = other
+        for _ in range(4):
+            world.now += 1
+            world.create()
+        assert watched in await world.archived()
+        await world.committed()
+        n_before = len(first.events)
+        await world.use(watched)
+        world.resume(watched, other)
+        await world.committed()
+        assert [event.op for event in first.events[n_before:]] == ["session_detached"]
+        world.sink = FakeSink()
+        for _ in range(4):
+            world.now += 1
+            world.create()
+        assert watched in await world.archived()
+        world.sessions.detach(other)
+        await world.use(watched)
+        assert world.sessions._table.get_owned(world.client, watched).sink is None
+
+
 async def test_full_archive_refuses_stored_sessions_only(path: Path) -> None:
     """The error names the limit and what to do; a warning comes before it, and nothing is deleted."""
     settings = SETTINGS.model_copy(update={"archive_mib": 1})

@@ -13,6 +13,7 @@ from inferencecenter.ipc.messages import PrefillProgress, QueuePosition, Sampled
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import Error
+from inferencecenter.protocol.values import Preset
 from inferencecenter.sessions.journal import (
     MAX_PENDING,
     MAX_RESUMING,
@@ -186,7 +187,11 @@ def test_replies_wait_for_their_session(world: SessionHarness) -> None:
         (requests.GetSession(op="get_session", session_id="s_none"), False),
         (requests.ForkSession(op="fork_session", session_id=stored), True),
         (requests.SetMetadata(op="set_metadata", session_id=stored, metadata={}), True),
+        (requests.SetModel(op="set_model", session_id=stored), True),
         (requests.CloseSession(op="close_session", session_id=stored), True),
+        (requests.ListPresets(op="list_presets"), True),
+        (requests.SavePreset(op="save_preset", preset=Preset(preset_type="settings", name="a")), True),
+        (requests.DeletePreset(op="delete_preset", preset_type="prompt", name="a"), True),
         (requests.Ping(op="ping"), False),
         (requests.Status(op="status"), False),
     ]

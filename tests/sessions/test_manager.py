@@ -53,6 +53,7 @@ def answers(world: SessionHarness, client: Principal, session_id: str) -> list[t
         lambda: sessions.set_metadata(
             client, requests.SetMetadata(op="set_metadata", session_id=session_id, metadata={})
         ),
+        lambda: sessions.set_model(client, requests.SetModel(op="set_model", session_id=session_id)),
         lambda: sessions.get(client, requests.GetSession(op="get_session", session_id=session_id)),
         lambda: sessions.list(client, requests.ListSessions(op="list_sessions", after=session_id)),
         lambda: sessions.close(client, requests.CloseSession(op="close_session", session_id=session_id)),
@@ -162,10 +163,12 @@ def test_no_session_before_the_first_load(world: SessionHarness, state: EngineSt
 def test_limits_are_per_client_and_global(world: SessionHarness) -> None:
     """An attached session is never evicted; a closed one makes room."""
     own = [world.create() for _ in range(4)]
-    assert "4 sessions of 4" in refused(ErrorCode.SESSION_LIMIT, world.create).message
+    error = refused(ErrorCode.SESSION_LIMIT, world.create)
+    assert ("4 sessions of 4" in error.message, error.field) == (True, "max_sessions")
     for _ in range(2):
         world.create(EVE)
-    assert "all 6 sessions" in refused(ErrorCode.SESSION_LIMIT, world.create, EVE).message
+    error = refused(ErrorCode.SESSION_LIMIT, world.create, EVE)
+    assert ("all 6 sessions" in error.message, error.field) == (True, "sessions.max_sessions")
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=own[0]))
     world.create(EVE)
 

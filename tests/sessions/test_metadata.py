@@ -9,7 +9,7 @@ import pytest
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.codec import read_frame
-from inferencecenter.sessions.journal import MetadataChanged, StorageFault
+from inferencecenter.sessions.journal import ConfigChanged, StorageFault
 from tests.sessions.conftest import FakeJournal, SessionHarness
 from tests.sessions.oracle import kept
 
@@ -66,7 +66,7 @@ def test_metadata_survives_a_restart(world: SessionHarness) -> None:
     session_id = world.create(metadata={"title": "old"})
     describe(world, session_id, title="new")
     assert isinstance(world.journal, FakeJournal)
-    assert [record.config.metadata for record in world.journal.of(MetadataChanged)] == [{"title": "new"}]
+    assert [record.config.metadata for record in world.journal.of(ConfigChanged)] == [{"title": "new"}]
     records = tuple(world.journal.records)
     world.reopen().restore(kept(records), clean=True)
     assert world.get(session_id).metadata == {"title": "new"}

@@ -17,7 +17,9 @@ from tests.sessions.conftest import BRACKETS, FakeEngines, InlineTemplates, Sess
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.sessions.conftest import FakeEngine, InlineTemplates
+    from inferencecenter.ipc.messages import ModelInfo
+    from inferencecenter.sessions.prompt.renderer import InlineRenderer
+    from tests.sessions.conftest import FakeEngine
 
 
 def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: Any) -> InferenceCenterError:
@@ -255,3 +257,40 @@ def test_one_served_model_per_engine() -> None:
     engines.engines = one_model(SessionHarness().engine).engines
     assert models.resolve(None) is not first
     assert repr(first) == "ServedModel('toy', ready)"
+
+
+class RecordingTemplates(InlineTemplates):
+    """Counts the renderers that are asked for."""
+
+    def __init__(self) -> None:
+        self.n_prepared = 0
+
+    def of(self, model: ModelInfo) -> InlineRenderer:
+        """Return the renderer of a model's template."""
+        self.n_prepared += 1
+        return super().of(model)
+
+
+def test_template_of_a_loaded_model_is_prepared() -> None:
+    """The first turn of a restored session does not wait for it; it is prepared once."""
+    world = SessionHarness(renderers=(templates := RecordingTemplates()))
+    world.sessions.engine_changed("toy", EngineStatus(EngineState.STARTING))
+    assert templates.n_prepared == 0
+    world.sessions.engine_changed("toy", EngineStatus(EngineState.READY))
+    world.sessions.engine_changed("toy", EngineStatus(EngineState.READY))
+    assert templates.n_prepared == 1
+    world.infer(world.create())
+    assert templates.n_prepared == 1
+
+
+def test_model_without_a_usable_template_is_loaded_all_the_same() -> None:
+    """Embedding models have no template; one that does not compile is reported to the sessions that use it."""
+    world = SessionHarness(renderers=(templates := RecordingTemplates()))
+    world.engines.kinds = {"toy": "embedding"}
+    world.sessions.engine_changed("toy", EngineStatus(EngineState.READY))
+    assert templates.n_prepared == 0
+    world.engines.kinds = {}
+    world.engine.status = EngineStatus(EngineState.READY, model=make_model(chat_template="{% broken"))
+    world.sessions.engine_changed("toy", world.engine.status)
+    assert templates.n_prepared == 1
+    refused(ErrorCode.INTERNAL, world.create)

@@ -14,7 +14,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.protocol.requests import START
-from inferencecenter.sessions.journal import TurnFailed, TurnQueued
+from inferencecenter.sessions.journal import ConfigChanged, TurnFailed, TurnQueued
 from tests.sessions.conftest import BRACKETS, FakeEngine, FakeSink, SessionHarness, make_model, packed
 
 
@@ -128,6 +128,54 @@ def test_fork_keeps_the_chosen_model(world: SessionHarness, large: FakeEngine) -
     swap(world)
     assert [world.get(child).model for child in children] == ["toy", "large"]
     assert large.submitted == []
+
+
+def set_model(world: SessionHarness, session_id: str, model: str | None) -> events.ModelSet:
+    """Change a session's model and return the reply."""
+    return world.sessions.set_model(world.client, requests.SetModel(op="set_model", session_id=session_id, model=model))
+
+
+def test_model_of_a_session_is_changed(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+    """The other model reads the history anew, with the session's own parameters; without a name it is the default."""
+    told: list[tuple[str, Any]] = []
+    world.sessions.subscribe(lambda client, event, _: told.append((client, event)))
+    session_id = world.create(params={"top_k": 7})
+    world.turn(session_id, "one", "eins")
+    changed = set_model(world, session_id, "large")
+    assert changed == events.ModelSet(session_id=session_id, model="large", n_ctx=4096)
+    assert told == [(world.client.client_id, changed)]
+    now = world.get(session_id)
+    assert (now.model, now.n_ctx, now.params["top_k"]) == ("large", 4096, 7)
+    assert world.journal is not None
+    assert [record.config.chosen_model for record in world.journal.of(ConfigChanged)] == ["large"]
+    world.infer(session_id, "two")
+    assert large.last_text == "[user]one[assistant]eins[user]two[assistant]"
+    large.answer("zwei")
+    assert set_model(world, session_id, None).model == "toy"
+    swap(world)
+    assert world.get(session_id).model == "large"
+
+
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [
+        ("none", ErrorCode.MODEL_NOT_FOUND),
+        ("large", ErrorCode.FORBIDDEN),
+        ("toy", ErrorCode.SESSION_BUSY),
+    ],
+)
+def test_refused_model_changes_nothing(world: SessionHarness, large: FakeEngine, model: str, code: ErrorCode) -> None:
+    """One that does not exist or may not be used, and any while a turn runs."""
+    session_id = world.create()
+    world.limits = AccessLimits(models=("toy", "none"))
+    if code is ErrorCode.SESSION_BUSY:
+        world.infer(session_id, "one")
+    with pytest.raises(InferenceCenterError) as refused:
+        set_model(world, session_id, model)
+    assert refused.value.code is code
+    assert world.journal is not None
+    assert world.journal.of(ConfigChanged) == []
+    assert world.get(session_id).model == "toy"
 
 
 def test_resume_after_a_swap_replays_all_events(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:

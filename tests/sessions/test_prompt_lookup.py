@@ -87,7 +87,7 @@ async def test_error_of_the_template_is_raised(slow: SlowTemplates) -> None:
 
 
 async def test_no_prompt_is_rendered_while_memory_is_short(world: SessionHarness) -> None:
-    """As for turns."""
+    """The limit is the same as for turns."""
     world.refusal = InferenceCenterError(ErrorCode.OVERLOADED)
     with pytest.raises(InferenceCenterError) as refused:
         world.sessions.render_prompt(world.client, HI)

@@ -14,7 +14,7 @@ from inferencecenter.ipc.messages import TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import decode
-from inferencecenter.sessions.context import Principal
+from inferencecenter.sessions.context import AccountLimits, Principal
 from inferencecenter.sessions.journal import EpochChanged, SessionDeleted, TurnEnded
 from tests.sessions.conftest import (
     DETACHED_TURN_S,
@@ -366,7 +366,7 @@ def test_sessions_are_deleted_after_their_retention(world: SessionHarness) -> No
     world.reopen(retention_days=3)
     names = {"daemon": world.create(), "ttl": world.create(ttl_s=DAY_S / 2), "client": world.create(eve)}
     restart(world)
-    world.sessions.restore([], clean=True, retention_days={"eve": 1})
+    world.sessions.restore([], clean=True, limits={"eve": AccountLimits(4, 1, None)})
     left = []
     for _ in range(7):
         left.append([kind for kind, name in names.items() if name in world.sessions.session_ids()])

@@ -408,5 +408,5 @@ def test_results_without_a_call_are_refused(world: SessionHarness) -> None:
 
 def test_old_protocol_versions_receive_only_text() -> None:
     """Ops for reasoning and calls are filtered; see ``protocol.codec``."""
-    assert not events.Reasoning.dagger
-    assert not events.ToolCall.dagger
+    assert not events.Reasoning.first_protocol
+    assert not events.ToolCall.first_protocol

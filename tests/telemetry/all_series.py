@@ -54,6 +54,11 @@ def busy_metrics() -> DaemonMetrics:
     metrics.set_memory("easy", used_bytes=1, limit_bytes=2, states=PressureState)
     metrics.refused_connections.labels("401").inc()
     metrics.foreign_fields.labels("chat", "store").inc()
+    for outcome in ("done", "error", "failed", "unknown"):
+        metrics.mcp.call_ended("weather", outcome)
+    metrics.mcp.call_s.labels("weather").observe(0.1)
+    metrics.mcp.listing_failed("weather")
+    metrics.mcp.set_up("weather", is_up=True)
     meter = StepMeter(metrics.engines, model=MODEL.name)
     for _ in range(2):
         delta = TokenDelta("turn", pack_tokens([1]), "x")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferencecenter.telemetry.log_limit import LogLimit
+from inferencecenter.telemetry.logs import LogLimit
 
 
 def test_one_line_per_interval() -> None:

@@ -219,16 +219,12 @@ _JUDGE: Final = """async () => {
 
 
 async def barriers(visit: Visit) -> list[str]:
-    """Return axe's findings of serious or critical impact."""
+    """Return axe's findings of any impact."""
     n_faults = len(visit.faults)
     await visit.page.evaluate(f"{_AXE.read_text(encoding='utf-8')};0")
     found = await visit.page.evaluate(_JUDGE)
     del visit.faults[n_faults:]  # axe tries styles that the page's policy refuses
-    return [
-        f"{each['id']} ({each['impact']}) at {each['where']}: {each['why']}"
-        for each in found
-        if each["impact"] in ("serious", "critical")
-    ]
+    return [f"{each['id']} ({each['impact']}) at {each['where']}: {each['why']}" for each in found]
 
 
 async def said(answer: Locator) -> str:

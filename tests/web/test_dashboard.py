@@ -191,3 +191,23 @@ async def test_dashboard_of_a_real_daemon(browser: Browser, daemon: Daemon) -> N
             await other.button("Disconnect", inside=other.page.get_by_role("dialog")).click()
             await expect(other.page.get_by_text("onlooker was disconnected: 1 connection closed.")).to_be_visible()
         await expect(visit.token).to_be_visible()
+
+
+async def test_dashboard_shows_the_past(browser: Browser, echo: Daemon) -> None:
+    """Of before the page was opened: by model and client, as charts and as a table, for a chosen time."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("Hello")
+        await visit.answered()
+    async with signed_in(browser, echo) as visit:
+        await visit.go("#/dashboard")
+        panel = visit.page.get_by_role("region", name="History", exact=True)
+        await expect(panel.get_by_role("figure", name="Tokens per minute by model")).to_be_visible()
+        await expect(panel.get_by_role("figure", name="Turns", exact=True)).to_be_visible()
+        await panel.get_by_role("button", name="by client").click()
+        await expect(panel.get_by_role("figure", name="Tokens per minute by client")).to_be_visible()
+        await panel.get_by_role("button", name="24 h").click()
+        await expect(panel.get_by_role("button", name="24 h")).to_have_attribute("aria-pressed", "true")
+        await panel.get_by_role("button", name="History as a table").click()
+        row = panel.get_by_role("row").filter(has_text="Time to first token")
+        await expect(row).to_contain_text(re.compile(r"\d+ ms"))
+        assert await barriers(visit) == []

@@ -69,8 +69,40 @@ def test_number_formats() -> None:
 def test_status_lines() -> None:
     """Every reading of `status` has a line unless it is null or part of another's."""
     values = {"state": "ready", "layers": 32, "gpu_layers": 20, "lora": None, "n_new_things": 3}
-    facts = node.run('import { factsOf } from "JS/board/facts.js";', "return factsOf(input);", given=values)
+    loaded = 'import { loadTexts } from "JS/i18n.js"; await loadTexts("board");'
+    facts = node.run(f'import {{ factsOf }} from "JS/board/facts.js"; {loaded}', "return factsOf(input);", given=values)
     assert [(each["label"], each["text"]) for each in facts] == [
         ("Layers on the GPU", "20 of 32"),
         ("N new things", "3"),
     ]
+
+
+PAST = """
+  const past = new Past(input);
+  return { times: past.times, groups: past.groups, ...past.columns };
+"""
+
+
+def test_past_is_read_from_the_daemon() -> None:
+    """Work is tokens per minute without the step that has not ended; the time to the first token counts by turns."""
+
+    def work(group: str | None, tokens: int, *, turns: int, ttft_ms: float | None) -> dict[str, Any]:
+        columns = {"turns": [turns, turns], "completion_tokens": [tokens, 1], "ttft_ms": [ttft_ms, None]}
+        return {"group": group, "columns": columns}
+
+    named = {"running": [1.5, None]}
+    columns = {
+        name: [None, 2]
+        for name in ("tokens_per_s", "waiting", "sessions", "parked_sessions", "vram_used_mb", "gpu_temp")
+    }
+    series = [
+        work("a", 500, turns=3, ttft_ms=10),
+        work("b", 50, turns=1, ttft_ms=50),
+        *[work(str(n), 5, turns=0, ttft_ms=None) for n in range(3)],
+    ]
+    event = {"starts_at": 600, "resolution_s": 120, "columns": columns | named, "series": series}
+    past = node.run('import { Past } from "JS/board/history.js";', PAST, given=event)
+    assert past["times"] == [660, 780]
+    assert past["groups"] == ["a", "b", "0", None]
+    assert [past[f"work{index}"] for index in range(4)] == [[250, None], [25, None], [2.5, None], [5, None]]
+    assert (past["running"], past["vramMb"], past["ttftMs"]) == ([1.5, None], [None, 2], [20, None])

@@ -41,7 +41,7 @@ def test_backoff_grows_to_half_a_minute() -> None:
     """The daemon's retry time is a minimum."""
     body = "return input.map(([attempt, atLeast, chance]) => waitMs(attempt, atLeast, chance));"
     given_ = [[attempt, 0, chance] for attempt in (*range(12), 1000) for chance in (0, 0.999)] + [[0, 60_000, 0.5]]
-    *waits, asked_for = node.run('import { waitMs } from "JS/wire/backoff.js";', body, given=given_)
+    *waits, asked_for = node.run('import { waitMs } from "JS/wire/link.js";', body, given=given_)
     longest = waits[1::2]
     assert all(100 <= wait <= 30_000 for wait in waits)
     assert all(later >= sooner for sooner, later in itertools.pairwise(longest))
@@ -53,7 +53,7 @@ def test_close_codes() -> None:
     """Some are final; every other one is retried, as is none."""
     body = 'return input.map((code) => verdictOf(code, "").final);'
     codes = [row.code for row in CLOSE_CODES]
-    found = node.run('import { verdictOf } from "JS/wire/backoff.js";', body, given=[*codes, 1006, 4999])
+    found = node.run('import { verdictOf } from "JS/wire/link.js";', body, given=[*codes, 1006, 4999])
     final = {code for code, is_final in zip(codes, found, strict=False) if is_final}
     assert final == {row.code for row in CLOSE_CODES if row.client_should == "stop" and row.code != 1000}
     assert found[-2:] == [False, False]

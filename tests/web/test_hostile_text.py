@@ -79,7 +79,12 @@ async def test_other_untrusted_text_is_plain(browser: Browser, echo: Daemon) -> 
         await visit.button("Conversation settings").click()
         await expect(visit.page.get_by_role("complementary")).to_contain_text(trap)
         await harmless(visit)
-        assert await visit.page.locator("img, iframe, object, embed, form:not(.composer), main script").count() == 0
+        assert (
+            await visit.page.locator(
+                "img, iframe, object, embed, form:not(.composer, .preset-form), main script"
+            ).count()
+            == 0
+        )
 
 
 async def test_content_security_policy(browser: Browser, echo: Daemon) -> None:

@@ -63,6 +63,7 @@ async def test_first_paint_is_small(browser: Browser, echo: Daemon) -> None:
         await visit.page.wait_for_load_state("networkidle")
         cold = sum(received)
         assert 10 * 1024 < cold <= FIRST_PAINT_BYTES, f"{len(received)} files, {cold / 1024:.0f} KiB"
+        logger.info("%d files, %.1f KiB", len(received), cold / 1024)
         assert len(received) <= MOST_REQUESTS
         received.clear()
         await visit.page.reload()

@@ -9,7 +9,11 @@ import pytest
 from tests.web import node
 from tests.web.test_dashboard import GIB, device, plan
 
-NAMES: Final = 'import { caveatOf, placesOf, processorInWords, settingsOf } from "JS/board/division.js";'
+NAMES: Final = """
+import { caveatOf, placesOf, processorInWords, settingsOf } from "JS/board/division.js";
+import { loadTexts } from "JS/i18n.js";
+await loadTexts("board");
+"""
 
 
 def divided(told: dict[str, Any], expression: str) -> Any:

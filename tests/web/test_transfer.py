@@ -61,7 +61,7 @@ async def test_export_and_import(browser: Browser, echo: Daemon) -> None:
         assert one in json.loads(everything)["conversations"]
         assert await barriers(visit) == []
         renamed: dict[str, Any] = {**json.loads(text), "conversations": [{**one, "title": "Imported"}]}
-        chosen = visit.page.locator("input[type=file]")
+        chosen = visit.page.get_by_label("File to import")
         await chosen.set_input_files(
             {"name": "a.json", "mimeType": "application/json", "buffer": b'{"conversations": 1}'}
         )

@@ -97,3 +97,33 @@ async def test_edit_and_regenerate_keep_the_version_before(browser: Browser, ech
         await expect(visit.page.locator(".item")).to_have_count(0)
         async with connect_client(echo) as client:
             assert (await client.ask(op="get_session", session_id=before))["op"] == "error"
+
+
+async def test_edit_is_undone(browser: Browser, echo: Daemon) -> None:
+    """The version before is shown with its title, the new one is deleted, and the focus stays in the page."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("The first question.")
+        await visit.answered()
+        before = visit.session_id()
+        await visit.button("Edit", inside=visit.questions.first).click()
+        await visit.page.get_by_role("textbox", name="Edit the message").fill("A worse question.")
+        await visit.page.get_by_role("textbox", name="Edit the message").press("Enter")
+        await expect(visit.conversation("A worse question.")).to_be_visible()
+        await expect(await visit.answered()).to_contain_text("A worse question.")
+        made = visit.session_id()
+        assert await barriers(visit) == []
+        await visit.button("Undo").click()
+        await expect(visit.questions).to_have_text([re.compile("The first question.")])
+        await expect(visit.conversation("The first question.")).to_have_attribute("aria-current", "page")
+        await expect(visit.page.get_by_role("group", name="Versions")).to_have_count(0)
+        await expect(visit.button("Undo")).to_have_count(0)
+        await expect(visit.composer).to_be_focused()
+        assert visit.session_id() == before
+        async with connect_client(echo) as client:
+            assert (await client.ask(op="get_session", session_id=made))["op"] == "error"
+        await visit.button("Regenerate").click()
+        await expect(visit.page.get_by_role("group", name="Versions")).to_contain_text("2/2")
+        await visit.answered()
+        await visit.button("Keep both").click()
+        await expect(visit.button("Undo")).to_have_count(0)
+        await expect(visit.page.get_by_role("group", name="Versions")).to_contain_text("2/2")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Final
 
 from inferencecenter.cli.config_reference import schema_in_words, section_of, setting_docs
 from inferencecenter.config.loader import OTHER_ENVIRONMENT, SYSTEM_CONFIG
+from inferencecenter.config.sections import McpServerSettings, Section
 from inferencecenter.config.settings import ModelEntry, Settings, environment_name
 from tools.reference import markdown
 
-_MODELS: Final = "models.NAME"
+_TABLES: Final[dict[str, type[Section]]] = {"models.NAME": ModelEntry, "mcp.NAME": McpServerSettings}
 _INTRODUCTION: Final = f"""\
 Settings come from a TOML file, the environment and the command line; later sources override earlier ones. An unknown
 name is an error that suggests the closest existing one. `inferencecenter config show` lists the effective settings and
@@ -41,15 +43,16 @@ def page() -> str:
         ]
         head = ("setting", "meaning", "allowed", "default", "environment")
         parts += [f"## {section or 'Top level'}", about, markdown.table(head, rows)]
-    parts += [f"## {_MODELS}", (ModelEntry.__doc__ or "").strip(), _model_entries()]
+    for name, table in _TABLES.items():
+        parts += [f"## {name}", inspect.getdoc(table) or "", _entries(table)]
     others = [(markdown.code(name), meaning) for name, meaning in OTHER_ENVIRONMENT.items()]
     return markdown.page("Configuration", *parts, "## Other variables", markdown.table(("variable", "meaning"), others))
 
 
-def _model_entries() -> str:
-    schema = ModelEntry.model_json_schema()["properties"]
+def _entries(table: type[Section]) -> str:
+    schema = table.model_json_schema()["properties"]
     rows = []
-    for name, field in ModelEntry.model_fields.items():
+    for name, field in table.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         allowed = str(extra.get("allowed_text") or schema_in_words(schema[name]))
         rows.append((markdown.code(name), field.description or "", allowed))

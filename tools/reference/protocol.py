@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 from pydantic import BaseModel, Field, TypeAdapter
 
 from inferencecenter.cli.config_reference import schema_in_words
-from inferencecenter.protocol.base import Dagger
+from inferencecenter.protocol.base import FirstProtocol
 from inferencecenter.protocol.close import CLOSE_CODES
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS, json_schema
@@ -70,7 +70,7 @@ def _union_schema(union: Any, place: str, *, mode: Any) -> dict[str, Any]:
 
 def _operation(kind: type[Request | Event]) -> str:
     op = get_args(kind.model_fields["op"].annotation)[0]
-    heading = f"### `{op}`{_dagger(marked=kind.dagger)}"
+    heading = f"### `{op}`{_mark(marked=kind.first_protocol)}"
     return "\n\n".join(part for part in (heading, inspect.getdoc(kind), _fields(kind, skip=("op",))) if part)
 
 
@@ -84,13 +84,11 @@ def _fields(kind: type[BaseModel], *, skip: tuple[str, ...] = ()) -> str:
     for name, field in kind.model_fields.items():
         if name in skip:
             continue
-        marked = any(isinstance(mark, Dagger) for mark in field.metadata)
+        marked = any(isinstance(mark, FirstProtocol) for mark in field.metadata)
         default = "" if field.is_required() or field.default is None else f" Default `{json.dumps(field.default)}`."
         need = "yes" if field.is_required() else ""
         description = properties[name].get("description", field.description or "")
-        rows.append(
-            (f"`{name}`{_dagger(marked=marked)}", schema_in_words(properties[name]), need, description + default)
-        )
+        rows.append((f"`{name}`{_mark(marked=marked)}", schema_in_words(properties[name]), need, description + default))
     return markdown.table(("field", "type", "always", "meaning"), rows) if rows else ""
 
 
@@ -128,5 +126,5 @@ def _parameters() -> str:
     return markdown.table(("name, aliases", "allowed", "default", "group", "meaning"), rows)
 
 
-def _dagger(*, marked: bool) -> str:
+def _mark(*, marked: bool) -> str:
     return " †" if marked else ""

@@ -6,7 +6,6 @@ The mapping of requests to sessions, the handlers, and the writers of events and
 from __future__ import annotations
 
 import secrets
-from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -31,10 +30,9 @@ from inferencecenter.api.anthropic.message_schemas import (
     ToolUseBlock,
 )
 from inferencecenter.api.body import checked, invalid_field
-from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
+from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, document, stream_turns
 from inferencecenter.api.errors import ErrorFormat, status_of
-from inferencecenter.api.openai.finish_reason import finish_of, merged_warnings, raise_failure
-from inferencecenter.api.openai.sampling import with_request_fields
+from inferencecenter.api.openai.answers import finish_of, merged_warnings, raise_failure
 from inferencecenter.api.prompt_counts import COUNT_ERRORS, count_prompt_tokens
 from inferencecenter.api.session_match import ConversationRequest, run_choices
 from inferencecenter.api.tool_calls import arguments_text, calls_of_message
@@ -45,11 +43,10 @@ from inferencecenter.protocol.values import ChatMessage, NamedTool, Tool, ToolCa
 from inferencecenter.sessions.prompt_lookup import PromptQuery
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from inferencecenter.api.anthropic.message_schemas import Block, MessageParam, ResultBlock
     from inferencecenter.api.endpoint import Reply
-    from inferencecenter.api.request_turns import RequestTurns
     from inferencecenter.api.session_match import SessionMatch
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import ToolChoice
@@ -317,14 +314,15 @@ def _usage(end: events.End | None) -> dict[str, int]:
 class MessageCollector:
     """Collects the blocks of an answer."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, warnings: Sequence[str] = ()) -> None:
         self.message_id = f"msg_{secrets.token_urlsafe(18)}"
         self._model = model
+        self._warnings = warnings
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         self._end: events.End | None = None
 
-    def take(self, event: Event) -> None:
+    def take(self, _index: int, event: Event) -> None:
         """Add an event.
 
         Raises:
@@ -346,7 +344,7 @@ class MessageCollector:
             case _:
                 raise_failure(event)
 
-    def document(self, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         """Return the message as far as it is known."""
         end = self._end
         said = {
@@ -359,7 +357,7 @@ class MessageCollector:
             "stop_sequence": None if end is None else end.stop,
             "usage": _usage(end),
         }
-        found = merged_warnings(warnings, () if end is None else (end,))
+        found = merged_warnings(self._warnings, () if end is None else (end,))
         return {**said, "warnings": found} if found else said
 
     def _add(self, kind: str, text: str, empty: Mapping[str, str]) -> None:
@@ -390,13 +388,13 @@ class MessageEventWriter:
     """Encodes the events of a stream: at most one block is open, and content of another block closes it."""
 
     def __init__(self, model: str, warnings: Sequence[str]) -> None:
-        self._start = MessageCollector(model).document(warnings)
+        self._start = MessageCollector(model, warnings).document()
         self._begun = False
         self._open: str | None = None
         self._n_blocks = 0
         self._before_text = b""
 
-    def write(self, event: Event) -> bytes:
+    def write(self, _index: int, event: Event) -> bytes:
         """Return the encoded events of an event of the turn, possibly none.
 
         Raises:
@@ -481,12 +479,21 @@ async def create(call: Call) -> Reply:
     """Handle a request: answer a conversation."""
     request: MessagesRequest = call.body
     messages = await _messages(call)
-    if request.stream:
-        return Stream(_events(call, messages))
-    with _turn(call, messages) as turns:
-        gathered = MessageCollector(request.model)
-        await turns.take_events(lambda _, event: gathered.take(event))
-    return document(gathered.document(call.warnings))
+    user_id = None if request.metadata is None else request.metadata.user_id
+    conversation = ConversationRequest(
+        messages=messages, model=request.model, metadata={} if user_id is None else {"user_id": user_id}
+    )
+    turns = run_choices(
+        call.context,
+        call.request_context,
+        (conversation,),
+        n=1,
+        infer=lambda place, _: infer_of(request, place),
+        names=_FIELD_NAMES,
+    )
+    if not request.stream:
+        return await collect_turns(turns, MessageCollector(request.model, call.warnings))
+    return stream_turns(turns, MessageEventWriter(request.model, call.warnings).write, keepalive=PING)
 
 
 async def count_tokens(call: Call) -> Reply:
@@ -507,38 +514,6 @@ async def _messages(call: Call) -> tuple[ChatMessage, ...]:
     if sum(1 + len(message.content) for message in request.messages) < _MANY_BLOCKS:
         return conversation_of(request)
     return await call.context.worker.run(call.caller.client.client_id, partial(conversation_of, request))
-
-
-async def _events(call: Call, messages: tuple[ChatMessage, ...]) -> AsyncGenerator[bytes, None]:
-    with _turn(call, messages) as turns:
-        writer = MessageEventWriter(call.body.model, call.warnings)
-        async for written in turns.write_events(lambda _, event: writer.write(event), keepalive=PING):
-            yield written
-
-
-@contextmanager
-def _turn(call: Call, messages: tuple[ChatMessage, ...]) -> Iterator[RequestTurns]:
-    """Run the turn of a request.
-
-    Raises:
-        InferenceCenterError: It cannot start; the error names the request's fields.
-    """
-    request: MessagesRequest = call.body
-    user_id = None if request.metadata is None else request.metadata.user_id
-    conversation = ConversationRequest(
-        messages=messages, model=request.model, metadata={} if user_id is None else {"user_id": user_id}
-    )
-    try:
-        with run_choices(
-            call.context,
-            call.request_context,
-            (conversation,),
-            n=1,
-            infer=lambda place, _: infer_of(request, place),
-        ) as turns:
-            yield turns
-    except InferenceCenterError as error:
-        raise with_request_fields(error, _FIELD_NAMES) from None
 
 
 OPERATIONS: Final = (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import orjson
 
 from inferencecenter.api.ollama.errors import line
+from inferencecenter.api.openai.answers import finish_of, merged_warnings, raise_failure
 from inferencecenter.api.openai.chat import probability
-from inferencecenter.api.openai.finish_reason import finish_of, merged_warnings, raise_failure
 from inferencecenter.protocol import events
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class AnswerWriter:
         self.keepalive = b'%b""%b' % (before, line(after))
         """Keeps an idle connection open: lines must be answers."""
 
-    def write(self, event: Event) -> bytes:
+    def write(self, _index: int, event: Event) -> bytes:
         """Return the lines of an event, possibly none.
 
         Raises:
@@ -172,7 +172,7 @@ class AnswerWriter:
         return line(orjson.dumps({**part, **reported, "done": False}))
 
 
-class AnswerCollector:
+class OllamaCollector:
     """Collects an answer that is sent as one document."""
 
     def __init__(self, head: AnswerHead) -> None:
@@ -184,7 +184,7 @@ class AnswerCollector:
         self._logprobs: list[TokenLogprobs] = []
         self._end: events.End | None = None
 
-    def take(self, event: Event) -> None:
+    def take(self, _index: int, event: Event) -> None:
         """Add an event.
 
         Raises:

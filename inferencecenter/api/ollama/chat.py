@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from array import array
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+import orjson
+
 from inferencecenter.api.body import checked, invalid_field
-from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
-from inferencecenter.api.ollama.answers import AnswerCollector, AnswerHead, AnswerWriter, timestamp
+from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, document, stream_turns
+from inferencecenter.api.ollama.answers import AnswerHead, AnswerWriter, OllamaCollector, timestamp
 from inferencecenter.api.ollama.chat_schemas import (
+    MOST_CONTEXT,
     OLLAMA_CHAT_FIELDS,
     OLLAMA_GENERATE_FIELDS,
     OllamaChatAnswer,
@@ -20,26 +24,163 @@ from inferencecenter.api.ollama.chat_schemas import (
     OllamaGenerateRequest,
     OllamaOptions,
 )
-from inferencecenter.api.ollama.conversations import context_of, is_begun, messages_in, messages_of
 from inferencecenter.api.ollama.errors import NDJSON, OLLAMA_ERRORS
 from inferencecenter.api.ollama.keep_alive import load_or_unload
-from inferencecenter.api.ollama.names import allowed_model
-from inferencecenter.api.openai.sampling import with_request_fields
-from inferencecenter.api.session_match import ConversationRequest, run_choices
+from inferencecenter.api.ollama.models import allowed_model
+from inferencecenter.api.openai.chat_schemas import MOST_MESSAGES
+from inferencecenter.api.session_match import ConversationRequest, run_choices, with_request_fields
+from inferencecenter.api.tool_calls import arguments_text, calls_of_message
 from inferencecenter.core.errors import InferenceCenterError
+from inferencecenter.protocol.codec import check_json_bounds
 from inferencecenter.protocol.params import parse_params
 from inferencecenter.protocol.params_model import MAX_SEED
 from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.values import ChatMessage, Tool
+from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+from inferencecenter.sessions.prefix_match import UNNAMED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from inferencecenter.api.endpoint import Reply
-    from inferencecenter.api.ollama.chat_schemas import AnswerRequest
-    from inferencecenter.api.request_turns import RequestTurns
+    from inferencecenter.api.ollama.chat_schemas import AnswerRequest, OllamaMessage
     from inferencecenter.api.session_match import SessionMatch
     from inferencecenter.protocol.values import OnFull
+
+
+# Conversations of Ollama's requests: messages whose tool calls may lack ids, and conversations as numbers. Pure.
+
+_NUMBER_BYTES: Final = 2
+"""Bytes of text per number of a context, which is as large as a token then."""
+_ROLES: Final = ("system", "user", "assistant")
+
+
+def messages_of(sent: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
+    """Return the messages of a conversation; calls without an id are numbered.
+
+    The last one may be the start of the answer.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for fields of another role, and for results without a call.
+    """
+    calls = _Calls()
+    told = tuple(_message(message, f"messages.{index}", calls) for index, message in enumerate(sent))
+    last = len(told) - 1
+    if is_begun(told[last]) and last > 0:
+        last -= 1
+    if told[last].role not in ("user", "tool"):
+        raise invalid_field(
+            f"messages.{last}.role", "the last message must have role user or tool, or be the start of an answer"
+        )
+    return told
+
+
+def is_begun(message: ChatMessage) -> bool:
+    """Return whether the last message of a conversation is the start of its answer."""
+    return message.role == "assistant" and not message.tool_calls
+
+
+class _Calls:
+    """The tool calls of a conversation, and which of them lack a result."""
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._known: set[str] = set()
+        # All ids with the names of their tools, and the ids for each name; a plain dict takes longer for its first
+        # entry with each one deleted before.
+        self._open: OrderedDict[str, str] = OrderedDict()
+        self._open_by_name: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
+
+    def add(self, call_id: str | None, name: str) -> str:
+        """Add a call, and return its id."""
+        call_id = call_id or f"{UNNAMED}{self._n}"
+        self._n += 1
+        self._known.add(call_id)
+        self._close(call_id)
+        self._open[call_id] = name
+        self._open_by_name[name][call_id] = None
+        return call_id
+
+    def answered_by(self, message: OllamaMessage, where: str) -> str:
+        """Return the id of the call to which a result message belongs.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``.
+        """
+        call_id = message.tool_call_id
+        if call_id is None:
+            if not self._open:
+                raise invalid_field(f"{where}.role", "there is no earlier tool call without a result")
+            named = self._open_by_name.get(message.tool_name or "")
+            call_id = next(iter(named or self._open))
+        elif call_id not in self._known:
+            raise invalid_field(f"{where}.tool_call_id", "tool_call_id is not that of a call in an earlier message")
+        self._close(call_id)
+        return call_id
+
+    def _close(self, call_id: str) -> None:
+        name = self._open.pop(call_id, None)
+        if name is not None:
+            del self._open_by_name[name][call_id]
+
+
+def _message(message: OllamaMessage, where: str, calls: _Calls) -> ChatMessage:
+    role = message.role
+    for name, owner in (("thinking", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if role != owner and getattr(message, name):
+            raise invalid_field(f"{where}.{name}", f"{name} belongs to messages of role {owner}")
+    called = [
+        ToolCall(
+            call_id=calls.add(call.id, call.function.name),
+            name=call.function.name,
+            arguments=arguments_text(call.function.arguments, f"{where}.tool_calls.{place}.function.arguments"),
+        )
+        for place, call in enumerate(message.tool_calls or ())
+    ]
+    return ChatMessage(
+        role=role,
+        content=message.content,
+        reasoning=message.thinking or None,
+        tool_calls=calls_of_message(called, f"{where}.tool_calls"),
+        tool_call_id=calls.answered_by(message, where) if role == "tool" else None,
+    )
+
+
+def context_of(messages: Sequence[ChatMessage]) -> list[int] | None:
+    """Return a conversation without tool calls as numbers, from which ``messages_in`` restores it.
+
+    A conversation that takes more numbers than a request may have is none.
+    """
+    if sum(len(message.content) for message in messages) > MOST_CONTEXT * _NUMBER_BYTES:
+        return None
+    text = orjson.dumps([[message.role, message.content] for message in messages])
+    if len(text) > MOST_CONTEXT * _NUMBER_BYTES:
+        return None
+    return array("H", text + b" " * (len(text) % _NUMBER_BYTES)).tolist()
+
+
+def messages_in(context: Sequence[int]) -> tuple[ChatMessage, ...]:
+    """Return the conversation in a ``context``.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for numbers that ``context_of`` never returns, or
+            ``message_too_large``.
+    """
+    text = array("H", context).tobytes() or b"[]"
+    check_json_bounds(text)
+    try:
+        return tuple(_restored(orjson.loads(text)))
+    except (orjson.JSONDecodeError, ValueError, TypeError):
+        raise invalid_field("context", "context is not that of an answer of this daemon") from None
+
+
+def _restored(pairs: Sequence[tuple[object, object]]) -> Iterator[ChatMessage]:
+    if len(pairs) > MOST_MESSAGES:
+        raise ValueError
+    for role, content in pairs:
+        if role not in _ROLES or not isinstance(content, str):
+            raise ValueError
+        yield ChatMessage.model_validate({"role": role, "content": content})
+
 
 _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {f"params.{name}": f"options.{name}" for name in OllamaOptions.model_fields}
@@ -193,35 +334,18 @@ def _turn_of(request: AnswerRequest) -> dict[str, Any]:
 
 
 async def _answer(call: Call, question: _Question) -> Reply:
-    if call.body.stream:
-        return Stream(_lines(call, question), media_type=NDJSON)
-    with _turn(call, question) as turns:
-        gathered = AnswerCollector(question.head)
-        await turns.take_events(lambda _, event: gathered.take(event))
-    return document(gathered.document())
-
-
-async def _lines(call: Call, question: _Question) -> AsyncGenerator[bytes, None]:
-    with _turn(call, question) as turns:
-        writer = AnswerWriter(question.head)
-        async for written in turns.write_events(lambda _, event: writer.write(event), keepalive=writer.keepalive):
-            yield written
-
-
-@contextmanager
-def _turn(call: Call, question: _Question) -> Iterator[RequestTurns]:
-    """Run the turn of a request.
-
-    Raises:
-        InferenceCenterError: It cannot start; the error names the request's fields.
-    """
-    try:
-        with run_choices(
-            call.context, call.request_context, (question.conversation,), n=1, infer=question.infer
-        ) as turns:
-            yield turns
-    except InferenceCenterError as error:
-        raise with_request_fields(error, _FIELD_NAMES) from None
+    turns = run_choices(
+        call.context,
+        call.request_context,
+        (question.conversation,),
+        n=1,
+        infer=question.infer,
+        names=_FIELD_NAMES,
+    )
+    if not call.body.stream:
+        return await collect_turns(turns, OllamaCollector(question.head))
+    writer = AnswerWriter(question.head)
+    return stream_turns(turns, writer.write, keepalive=writer.keepalive, media_type=NDJSON)
 
 
 OPERATIONS: Final = (

@@ -14,7 +14,7 @@ from inferencecenter.api.endpoint import TURN_ERRORS, Call, Document, Operation,
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
 from inferencecenter.api.ollama.errors import OLLAMA_ERRORS
 from inferencecenter.api.ollama.keep_alive import KEEP_ALIVE_RULE, KeepAlive, load_or_unload
-from inferencecenter.api.ollama.names import allowed_model
+from inferencecenter.api.ollama.models import allowed_model
 from inferencecenter.api.openai.chat_schemas import AnswerModel
 from inferencecenter.api.openai.sampling import Name
 from inferencecenter.ipc.messages import EmbeddingInput
@@ -51,8 +51,7 @@ class OllamaEmbedRequest(DialectModel):
         default=None,
         ge=1,
         le=65_536,
-        description="Length of the vectors, which are cut and scaled to length 1 again, if the model allows it "
-        "(`matryoshka`).",
+        description="Number of dimensions: vectors are truncated and normalized again; a larger number has no effect.",
     )
     keep_alive: KeepAlive = None
 
@@ -103,7 +102,10 @@ async def create(call: Call) -> Reply:
             {"model": model, "embeddings": [], "total_duration": 0, "load_duration": 0, "prompt_eval_count": 0}
         )
     inputs = tuple(map(EmbeddingInput, request.input))
-    asked = EmbeddingCall(model=model, inputs=inputs, dimensions=request.dimensions, truncate=request.truncate)
+    _check_dimensions(call, model, request.dimensions)
+    asked = EmbeddingCall(
+        model=model, inputs=inputs, dimensions=request.dimensions, truncate=request.truncate, cut_vectors=True
+    )
     result = await embed(call, asked)
     fields = {
         "model": result.model,
@@ -112,6 +114,19 @@ async def create(call: Call) -> Reply:
         "prompt_eval_count": result.n_tokens,
     }
     return await _encoded(call, result, lambda rows: {**fields, "embeddings": rows})
+
+
+def _check_dimensions(call: Call, model: str, dimensions: int | None) -> None:
+    """Warn of vectors that are cut though nothing says that their first numbers suffice: Ollama cuts all."""
+    spec = call.context.models.spec_of(model)
+    if call.report is None or dimensions is None or dimensions == spec.n_embd:
+        return
+    if spec.n_embd is not None and dimensions > spec.n_embd:
+        call.report.add("dimensions", f"dimensions has no effect: the model's vectors have {spec.n_embd} numbers")
+    elif not spec.matryoshka:
+        call.report.add(
+            "dimensions", "dimensions: shorter vectors may be worse, the model's entry does not set matryoshka"
+        )
 
 
 async def create_one(call: Call) -> Reply:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import orjson
-import structlog
 from pydantic import Field, StringConstraints
 
 from inferencecenter.api.body import invalid_field
@@ -21,17 +19,16 @@ from inferencecenter.api.ollama.errors import NDJSON, OLLAMA_ERRORS, line
 from inferencecenter.api.ollama.models import NamedModel
 from inferencecenter.api.openai.chat_schemas import AnswerModel
 from inferencecenter.api.openai.sampling import Name
+from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.config.settings import ModelName
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.models.reference import parse_reference
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from inferencecenter.api.endpoint import Reply
-    from inferencecenter.models.library import ModelLibrary
-    from inferencecenter.models.pull import PullProgress
+    from inferencecenter.models.library import ModelDownload
 
 _REPORT_EVERY_S: Final = 0.25
 _REFUSED: Final = (
@@ -59,8 +56,6 @@ _HUBS: Final = ("https://", "hf.co/", "huggingface.co/")
 """Starts of Ollama's names of models on the hub."""
 
 Reference: TypeAlias = Annotated[str, StringConstraints(max_length=1024)]
-
-_log = structlog.get_logger(__name__)
 
 
 class PullRequest(DialectModel):
@@ -111,76 +106,26 @@ class LibraryChanged(AnswerModel):
     """An empty object."""
 
 
-class _PullAbortedError(Exception):
-    """The client has disconnected."""
-
-
-class _Download:
-    """A download in a thread, which the daemon does not wait for when it ends: another pull resumes it."""
-
-    def __init__(self, library: ModelLibrary, reference: str) -> None:
-        self.progress: PullProgress | None = None
-        self.error: InferenceCenterError | None = None
-        self._library = library
-        self._reference = reference
-        self._aborted = False
-        self._thread = Thread(target=self._run, name="pull", daemon=True)
-        self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended."""
-        return not self._thread.is_alive()
-
-    def abort(self) -> None:
-        """Stop at the next chunk; received data is kept."""
-        self._aborted = True
-
-    def _run(self) -> None:
-        try:
-            self._library.pull(self._reference, self._report)
-        except _PullAbortedError:
-            pass
-        except InferenceCenterError as error:
-            self.error = error
-        except Exception:  # noqa: BLE001 - boundary: a defect must not be taken for success
-            _log.exception("pull_failed", reference=self._reference)
-            self.error = InferenceCenterError(ErrorCode.INTERNAL)
-
-    def _report(self, progress: PullProgress) -> None:
-        if self._aborted:
-            raise _PullAbortedError
-        self.progress = progress
-
-
 async def pull(call: Call) -> Reply:
     """Handle a request: download a model."""
     request: PullRequest = call.body
     call.context.operations.charge(call.caller.client.client_id)
     reference = _reference(request.reference or request.name or "")
-    parse_reference(reference)
+    download = call.context.downloads.start(reference, call.caller.client.client_id)
+    call.audit(AuditEvent.MODEL_PULLED, reference)
     if request.stream:
-        return Stream(_lines(call, reference), media_type=NDJSON)
-    async for _ in _lines(call, reference):
+        return Stream(_lines(call, download), media_type=NDJSON)
+    async for _ in _lines(call, download):
         pass
     return document({"status": "success"})
 
 
 async def delete(call: Call) -> Reply:
     """Handle a request: delete the files of a model, whose running turns end first."""
-    context, request = call.context, call.body
+    context = call.context
     context.models.rescan()
-    spec = context.models.spec_of(request.given(context.models))
-    if spec.name == context.models.default:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST,
-            f"{spec.name} is the default model",
-            field="model",
-            hint="Make another the default first.",
-        )
-    remove = partial(context.library.remove, spec.name, spec.path)
-    await context.disk_worker.run(call.caller.client.client_id, remove)
-    context.models.forget_removed()
+    name = await context.remove_model(call.body.given(context.models), client_id=call.caller.client.client_id)
+    call.audit(AuditEvent.MODEL_REMOVED, name)
     return document({})
 
 
@@ -213,14 +158,13 @@ def _reference(name: str) -> str:
     return name.removesuffix(LATEST)
 
 
-async def _lines(call: Call, reference: str) -> AsyncGenerator[bytes, None]:
+async def _lines(call: Call, download: ModelDownload) -> AsyncGenerator[bytes, None]:
     """Yield the progress of a download, which is aborted when the client disconnects.
 
     Raises:
         InferenceCenterError: It has failed.
     """
     ended: list[Exception] = []
-    download = _Download(call.context.library, reference)
     call.request_context.listen(ended.append)
     try:
         yield _line("pulling manifest")

@@ -11,26 +11,48 @@ import orjson
 from pydantic import Field
 
 from inferencecenter.api.body import invalid_field
-from inferencecenter.api.endpoint import Call, Operation, document, known_name
+from inferencecenter.api.endpoint import LATEST, Call, Operation, document, known_name
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
 from inferencecenter.api.ollama.answers import timestamp
 from inferencecenter.api.ollama.errors import OLLAMA_ERRORS
-from inferencecenter.api.ollama.names import allowed_model, tagged
 from inferencecenter.api.openai.chat_schemas import AnswerModel
 from inferencecenter.api.openai.sampling import Name
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.gguf import Array, read_gguf
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.files import read_facts
+from inferencecenter.sessions.context import check_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inferencecenter.api.endpoint import Reply
+    from inferencecenter.api.endpoint import Call, Reply
     from inferencecenter.ipc.messages import InfillTokens, ModelInfo
     from inferencecenter.models.files import ModelFacts
     from inferencecenter.models.registry import ModelSpec
     from inferencecenter.server.context import ServedModels
+
+
+# Names of models in Ollama's requests and answers.
+
+
+def tagged(name: str) -> str:
+    """Return a name as Ollama shows it, which has a tag."""
+    return name if ":" in name else name + LATEST
+
+
+def allowed_model(call: Call, name: str | None) -> str:
+    """Return the name of a model that the caller may use; ``None`` is the default.
+
+    Raises:
+        InferenceCenterError: ``forbidden``, or ``model_not_found``.
+    """
+    context, client = call.context, call.caller.client
+    name = context.models.default if name is None else name
+    check_model(name, context.limits_of(client.client_id, client.token_id))
+    context.models.spec_of(name)
+    return name
+
 
 OLLAMA_VERSION: Final = "0.12.6"
 """The version of Ollama whose API this is; some clients refuse older ones."""

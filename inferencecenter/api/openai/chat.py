@@ -5,8 +5,6 @@ The mapping of requests to sessions, the handler, and the writers of chunks and 
 
 from __future__ import annotations
 
-import secrets
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -14,10 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from inferencecenter.api import sse
 from inferencecenter.api.body import checked, invalid_field
 from inferencecenter.api.custom_tools import InputReader, input_of
-from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
+from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, stream_turns
+from inferencecenter.api.openai.answers import (
+    ChunkWriter,
+    ResponseHead,
+    finish_of,
+    finite,
+    head_fields,
+    more_fields,
+    raise_failure,
+    usage_of,
+)
 from inferencecenter.api.openai.chat_schemas import (
     CHAT_FIELDS,
     ChatCompletion,
@@ -26,29 +33,25 @@ from inferencecenter.api.openai.chat_schemas import (
     ChosenFunction,
     CustomToolOffer,
 )
-from inferencecenter.api.openai.finish_reason import finish_of, finite, more_fields, raise_failure, usage_of, with_more
 from inferencecenter.api.openai.sampling import (
     TIERS,
     form_of,
     infer_fields,
     raw_params,
     request_fields,
-    with_request_fields,
 )
 from inferencecenter.api.openai.token_fields import with_token_biases
 from inferencecenter.api.session_match import ConversationRequest, run_choices
 from inferencecenter.api.tool_calls import calls_of_message
-from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, NamedTool, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from inferencecenter.api.endpoint import Reply
     from inferencecenter.api.openai.chat_schemas import ChatRequestMessage
-    from inferencecenter.api.request_turns import RequestTurns
     from inferencecenter.api.session_match import SessionMatch
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.requests import RawParams
@@ -57,39 +60,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatHead:
+class ChatHead(ResponseHead):
     """Fields common to all chunks of a response; ``top_logprobs`` is ``None`` unless requested.
 
-    ``warnings`` concern the request. With ``legacy`` a call is a ``function_call``.
+    With ``legacy`` a call is a ``function_call``.
     """
 
-    completion_id: str
-    created: int
-    model: str
-    n: int = 1
-    include_usage: bool = False
     top_logprobs: int | None = None
-    warnings: Sequence[str] = ()
     legacy: bool = False
     custom_tools: Collection[str] = ()
 
 
-class ChatChunkWriter:
+class ChatChunkWriter(ChunkWriter):
     """Encodes the chunks of a stream; those of plain text differ in few bytes."""
 
     def __init__(self, head: ChatHead) -> None:
+        super().__init__(head, "chat.completion.chunk", n_choices=head.n)
         self._head = head
-        common = {
-            "id": head.completion_id,
-            "object": "chat.completion.chunk",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": None,
-        }
-        self._prefix = b"data: " + orjson.dumps(common)[:-1] + b',"choices":['
-        self._suffix = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
         self._begun = [False] * head.n
-        self._ends: list[events.End | None] = [None] * head.n
         self._inputs: dict[tuple[int, int], InputReader] = {}
         self._texts = [b'%b{"index":%d,"delta":{"content":' % (self._prefix, index) for index in range(head.n)]
         self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._suffix
@@ -104,33 +92,25 @@ class ChatChunkWriter:
             return b"%b%b%b" % (self._texts[index], orjson.dumps(event.content), self._after_text)
         match event:
             case events.Token():
-                return self._begin(index) + self._chunk(index, {"content": event.content}, event.logprobs)
+                return self._begin(index) + self._delta(index, {"content": event.content}, event.logprobs)
             case events.Reasoning():
-                return self._begin(index) + self._chunk(index, {"reasoning_content": event.content}, event.logprobs)
+                return self._begin(index) + self._delta(index, {"reasoning_content": event.content}, event.logprobs)
             case events.ToolCall():
                 delta = self._call_delta(index, event)
                 calls = {"function_call": delta["function"]} if self._head.legacy else {"tool_calls": [delta]}
-                return self._begin(index) + self._chunk(index, calls, event.logprobs)
+                return self._begin(index) + self._delta(index, calls, event.logprobs)
             case events.End():
-                self._ends[index] = event
-                chunk = self._chunk(index, {}, None, finish=_finish(event, self._head))
-                return self._begin(index) + with_more(chunk, more_fields(self._head.warnings, [event]))
+                choice = _increment(index, {}, finish=_finish(event, self._head))
+                return self._begin(index) + self.end_choice(index, event, choice)
             case _:
                 raise_failure(event)
                 return b""
-
-    def last(self) -> bytes:
-        """Return the end of a stream whose turns have all ended."""
-        if not self._head.include_usage:
-            return sse.DONE
-        usage = usage_of([end for end in self._ends if end is not None], n=self._head.n)
-        return b'%b],"usage":%b}\n\n%b' % (self._prefix, orjson.dumps(usage), sse.DONE)
 
     def _begin(self, index: int) -> bytes:
         if self._begun[index]:
             return b""
         self._begun[index] = True
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+        return self._delta(index, {"role": "assistant", "content": ""}, None)
 
     def _call_delta(self, index: int, event: events.ToolCall) -> dict[str, Any]:
         place = index, event.index
@@ -144,16 +124,15 @@ class ChatChunkWriter:
             return {"index": event.index, kind: said}
         return {"index": event.index, "id": event.call_id, "type": kind, kind: {"name": event.name, **said}}
 
-    def _chunk(
-        self, index: int, delta: dict[str, Any], logprobs: Iterable[TokenLogprobs] | None, *, finish: str | None = None
-    ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None if logprobs is None else _logprobs(logprobs, self._head.top_logprobs or 0),
-            "finish_reason": finish,
-        }
-        return self._prefix + orjson.dumps(choice) + self._suffix
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: Iterable[TokenLogprobs] | None) -> bytes:
+        reported = None if logprobs is None else _logprobs(logprobs, self._head.top_logprobs or 0)
+        return self.chunk(_increment(index, delta, logprobs=reported))
+
+
+def _increment(
+    index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _finish(end: events.End, head: ChatHead) -> str:
@@ -209,13 +188,9 @@ class ChatCollector:
         head = self._head
         ends = [choice.end for choice in self._choices if choice.end is not None]
         return {
-            "id": head.completion_id,
-            "object": "chat.completion",
-            "created": head.created,
-            "model": head.model,
+            **head.common("chat.completion"),
             "choices": [self._choice(index, choice) for index, choice in enumerate(self._choices)],
             "usage": usage_of(ends, n=head.n),
-            "system_fingerprint": None,
             **more_fields(head.warnings, ends),
         }
 
@@ -507,15 +482,29 @@ _MANY_PARTS: Final = 256
 async def create(call: Call) -> Reply:
     """Handle a request: answer a conversation."""
     call = await with_token_biases(call)
+    request: ChatRequest = call.body
     conversation = await checked_conversation(call)
-    if call.report is not None and _prefix(call.body) and form_of(call.body) is not None:
+    if call.report is not None and _prefix(request) and form_of(request) is not None:
         call.report.add("messages", "the last message has no effect: an answer with a form is not continued")
-    if call.body.stream:
-        return Stream(_chunks(call, conversation))
-    with _turns(call, conversation) as turns:
-        gathered = ChatCollector(_head(call))
-        await turns.take_events(gathered.take)
-    return document(gathered.document())
+    turns = run_choices(
+        call.context,
+        call.request_context,
+        (conversation,),
+        n=request.n,
+        infer=partial(infer_of, request),
+        names=request_fields(OPENAI_FIELD_NAMES, form_of(request)),
+    )
+    head = ChatHead(
+        **head_fields(call, "chatcmpl"),
+        n=request.n,
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        legacy=bool(request.functions),
+        custom_tools=[tool.custom.name for tool in request.tools or () if isinstance(tool, CustomToolOffer)],
+    )
+    if not request.stream:
+        return await collect_turns(turns, ChatCollector(head))
+    chunks = ChatChunkWriter(head)
+    return stream_turns(turns, chunks.write, last=chunks.last)
 
 
 async def checked_conversation(call: Call) -> ConversationRequest:
@@ -533,50 +522,6 @@ async def checked_conversation(call: Call) -> ConversationRequest:
 def _checked(request: ChatRequest) -> ConversationRequest:
     check(request)
     return conversation_of(request)
-
-
-async def _chunks(call: Call, conversation: ConversationRequest) -> AsyncGenerator[bytes, None]:
-    with _turns(call, conversation) as turns:
-        chunks = ChatChunkWriter(_head(call))
-        async for written in turns.write_events(chunks.write):
-            yield written
-        yield chunks.last()
-
-
-@contextmanager
-def _turns(call: Call, conversation: ConversationRequest) -> Iterator[RequestTurns]:
-    """Run the turns of a request.
-
-    Raises:
-        InferenceCenterError: They cannot start; the error names the request's fields.
-    """
-    request: ChatRequest = call.body
-    try:
-        with run_choices(
-            call.context,
-            call.request_context,
-            (conversation,),
-            n=request.n,
-            infer=lambda place, choice: infer_of(request, place, choice),
-        ) as turns:
-            yield turns
-    except InferenceCenterError as error:
-        raise with_request_fields(error, request_fields(OPENAI_FIELD_NAMES, form_of(request))) from None
-
-
-def _head(call: Call) -> ChatHead:
-    request: ChatRequest = call.body
-    return ChatHead(
-        completion_id=f"chatcmpl-{secrets.token_urlsafe(16)}",
-        created=int(call.context.clock()),
-        model=request.model or call.context.models.default,
-        n=request.n,
-        include_usage=request.stream_options is not None and request.stream_options.include_usage,
-        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        warnings=call.warnings,
-        legacy=bool(request.functions),
-        custom_tools=[tool.custom.name for tool in request.tools or () if isinstance(tool, CustomToolOffer)],
-    )
 
 
 OPERATIONS: Final = (

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from inferencecenter.api.body import text_only
 from inferencecenter.api.custom_tools import (
     LARK_IS_TOLD,
     MAX_DEFINITION_CHARS,
@@ -35,7 +36,9 @@ MOST_MESSAGES: Final = 10_000
 class TextPart(DialectModel):
     """A part of a message; only text is supported."""
 
-    type: Literal["text"] = Field(description="Type of the object.")
+    type: Annotated[Literal["text"], BeforeValidator(text_only, json_schema_input_type=Literal["text"])] = Field(
+        description="Type of the object."
+    )
     text: str = Field(description="The text.")
 
 

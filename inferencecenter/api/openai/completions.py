@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import secrets
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
-import orjson
 from pydantic import BeforeValidator, Field
 
-from inferencecenter.api import sse
 from inferencecenter.api.body import checked, invalid_field
-from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
+from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, stream_turns
 from inferencecenter.api.foreign_fields import FieldRule, FieldTable
+from inferencecenter.api.openai.answers import (
+    ChunkWriter,
+    ResponseHead,
+    finish_of,
+    finite,
+    head_fields,
+    more_fields,
+    raise_failure,
+    usage_of,
+)
 from inferencecenter.api.openai.chat import OPENAI_FIELD_NAMES
 from inferencecenter.api.openai.chat_schemas import AnswerModel, Timings, TokenUsage
-from inferencecenter.api.openai.finish_reason import finish_of, finite, more_fields, raise_failure, usage_of, with_more
 from inferencecenter.api.openai.sampling import (
     MOST_PROBS,
     SAMPLING_RULES,
@@ -27,18 +33,17 @@ from inferencecenter.api.openai.sampling import (
     infer_fields,
     raw_params,
     request_fields,
-    with_request_fields,
 )
 from inferencecenter.api.openai.token_fields import with_text_prompts, with_token_biases
 from inferencecenter.api.plain.tokens import MAX_TOKENS, TokenId
 from inferencecenter.api.session_match import ConversationRequest, run_choices
-from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Infer, RawParams
 from inferencecenter.protocol.values import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from inferencecenter.api.endpoint import Reply
     from inferencecenter.api.request_turns import RequestTurns
@@ -47,38 +52,29 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import TokenLogprobs
 
 
-_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionHead:
+class CompletionHead(ResponseHead):
     """Fields common to all pieces of a response. ``logprobs`` is the number requested, ``None`` without."""
 
-    completion_id: str
-    created: int
-    model: str
     prompts: tuple[str, ...]
-    n: int = 1
     echo: bool = False
-    include_usage: bool = False
     logprobs: int | None = None
-    warnings: Sequence[str] = ()
 
 
-class CompletionWriter:
+_KIND: Final = "text_completion"
+
+
+class CompletionWriter(ChunkWriter):
     """Encodes events one by one for a stream, or all at the end."""
 
     def __init__(self, head: CompletionHead) -> None:
-        self._head = head
         n_choices = len(head.prompts) * head.n
+        super().__init__(head, _KIND, n_choices=n_choices)
+        self._head = head
         self._texts: list[list[str]] = [[] for _ in range(n_choices)]
         self._n_chars = [0] * n_choices
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(n_choices)]
-        self._ends: list[events.End | None] = [None] * n_choices
         self._begun = [False] * n_choices
-        common = orjson.dumps(self._common())[:-1]
-        self._prefix = b"data: " + common + b',"choices":['
-        self._suffix = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 
     def write(self, index: int, event: Event) -> bytes:
         """Return the chunks of an event, possibly none.
@@ -88,22 +84,15 @@ class CompletionWriter:
         """
         match event:
             case events.Token():
-                piece = self._piece(index, self._begin(index) + event.content, event.logprobs)
+                choice = self._increment(index, self._begin(index) + event.content, event.logprobs)
                 self._n_chars[index] += len(event.content)
-                return piece
+                return self.chunk(choice)
             case events.End():
-                self._ends[index] = event
-                more = more_fields(self._head.warnings, [event])
-                return self._piece(index, self._begin(index), None, finish=finish_of(event), more=more)
+                choice = self._increment(index, self._begin(index), None, finish=finish_of(event))
+                return self.end_choice(index, event, choice)
             case _:
                 raise_failure(event)
                 return b""
-
-    def last(self) -> bytes:
-        """Return the end of a stream whose turns have all ended."""
-        if not self._head.include_usage:
-            return sse.DONE
-        return b'%b],"usage":%b}\n\n%b' % (self._prefix, orjson.dumps(self._usage()), sse.DONE)
 
     def take(self, index: int, event: Event) -> None:
         """Store an event for ``document``.
@@ -125,24 +114,11 @@ class CompletionWriter:
         """Return the whole response."""
         ends = [end for end in self._ends if end is not None]
         return {
-            **self._common(),
+            **self._head.common(_KIND),
             "choices": [self._choice(index, end) for index, end in enumerate(self._ends) if end is not None],
-            "usage": self._usage(),
+            "usage": usage_of(ends, n=self._head.n),
             **more_fields(self._head.warnings, ends),
         }
-
-    def _common(self) -> dict[str, Any]:
-        head = self._head
-        return {
-            "id": head.completion_id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": None,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_of([end for end in self._ends if end is not None], n=self._head.n)
 
     def _begin(self, index: int) -> str:
         """Return the beginning of a choice: the prompt with ``echo``."""
@@ -157,18 +133,11 @@ class CompletionWriter:
             "finish_reason": finish_of(end),
         }
 
-    def _piece(
-        self,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenLogprobs] | None,
-        *,
-        finish: str | None = None,
-        more: Mapping[str, Any] = _NOTHING,
-    ) -> bytes:
+    def _increment(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprobs] | None, *, finish: str | None = None
+    ) -> dict[str, Any]:
         reported = None if logprobs is None else self._logprobs_of(logprobs, offset=self._n_chars[index])
-        choice = orjson.dumps({"text": text, "index": index, "logprobs": reported, "finish_reason": finish})
-        return with_more(self._prefix + choice + self._suffix, more)
+        return {"text": text, "index": index, "logprobs": reported, "finish_reason": finish}
 
     def _logprobs_of(self, entries: Sequence[TokenLogprobs], *, offset: int) -> dict[str, Any] | None:
         """Return the probabilities of tokens, the first of which begins at ``offset``."""
@@ -278,60 +247,75 @@ class Completion(AnswerModel):
     timings: Timings | None = Field(default=None, description="Speed of the first choice; in a stream with its end.")
 
 
+TEXT_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType({**OPENAI_FIELD_NAMES, "infill": "suffix"})
+"""Fields of ``infer`` by their names in requests that continue text."""
+
+
 async def create(call: Call) -> Reply:
     """Handle a request: continue texts."""
     call = await with_text_prompts(await with_token_biases(call))
     _check(call.body)
-    if call.body.stream:
-        return Stream(_chunks(call))
-    with _turns(call) as turns:
-        pieces = CompletionWriter(_head(call))
-        await turns.take_events(pieces.take)
-    return document(pieces.document())
-
-
-async def _chunks(call: Call) -> AsyncGenerator[bytes, None]:
-    with _turns(call) as turns:
-        pieces = CompletionWriter(_head(call))
-        async for written in turns.write_events(pieces.write):
-            yield written
-        yield pieces.last()
-
-
-@contextmanager
-def _turns(call: Call) -> Iterator[RequestTurns]:
     request: CompletionRequest = call.body
+    turns = raw_turns(
+        call,
+        request.texts,
+        n=request.n,
+        infill=None if request.suffix is None else {"suffix": request.suffix},
+        params=partial(_params, request),
+        names=TEXT_FIELD_NAMES,
+    )
+    head = CompletionHead(
+        **head_fields(call, "cmpl"),
+        prompts=tuple(request.texts),
+        n=request.n,
+        echo=request.echo,
+        logprobs=request.logprobs,
+    )
+    pieces = CompletionWriter(head)
+    return stream_turns(turns, pieces.write, last=pieces.last) if request.stream else await collect_turns(turns, pieces)
+
+
+def raw_turns(  # noqa: PLR0913 - all by name
+    call: Call,
+    texts: Sequence[str],
+    *,
+    n: int = 1,
+    infill: Mapping[str, Any] | None,
+    params: Callable[[int], RawParams],
+    names: Mapping[str, str],
+) -> AbstractContextManager[RequestTurns]:
+    """Return the turns of a request that continue each of ``texts`` ``n`` times, or fill the gap after it.
+
+    ``params`` returns the parameters of a choice. ``names`` are fields of ``infer`` by their names in the request.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``, see ``form_of``.
+    """
+    request: Sampling = call.body
+    form = form_of(request)
     conversations = [
         ConversationRequest(
-            messages=(ChatMessage(role="user", content=prompt),),
+            messages=(ChatMessage(role="user", content=text),),
             model=request.model,
             mode="raw",
             metadata={} if request.user is None else {"user": request.user},
         )
-        for prompt in request.texts
+        for text in texts
     ]
-
-    form = form_of(request)
 
     def infer(place: SessionMatch, choice: int) -> Infer:
         body = {
             "op": "infer",
             "session_id": place.session_id,
             "messages": list(place.remaining),
-            "params": _params(request, choice=choice),
-            "infill": None if request.suffix is None else {"suffix": request.suffix},
+            "params": params(choice),
+            "infill": infill,
             **infer_fields(form),
         }
         return checked(Infer, body)
 
-    try:
-        with run_choices(call.context, call.request_context, conversations, n=request.n, infer=infer) as turns:
-            yield turns
-    except InferenceCenterError as error:
-        raise with_request_fields(error, request_fields(_FIELD_NAMES, form)) from None
-
-
-_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType({**OPENAI_FIELD_NAMES, "infill": "suffix"})
+    fields = request_fields(names, form)
+    return run_choices(call.context, call.request_context, conversations, n=n, infer=infer, names=fields)
 
 
 def _check(request: CompletionRequest) -> None:
@@ -340,10 +324,10 @@ def _check(request: CompletionRequest) -> None:
     if request.echo and request.logprobs is not None:
         raise invalid_field("logprobs", "logprobs of the prompt are not supported with echo")
     form_of(request)
-    _params(request, choice=0)
+    _params(request, 0)
 
 
-def _params(request: CompletionRequest, *, choice: int) -> RawParams:
+def _params(request: CompletionRequest, choice: int) -> RawParams:
     n_probs = 0 if request.logprobs is None else max(1, request.logprobs)
     own = request.params or {}
     # The default was not requested, and must not conflict with requested fields.
@@ -355,21 +339,6 @@ def _params(request: CompletionRequest, *, choice: int) -> RawParams:
 
 
 _LIMITS: Final = ("max_tokens", "n_predict", "stopping")
-
-
-def _head(call: Call) -> CompletionHead:
-    request: CompletionRequest = call.body
-    return CompletionHead(
-        completion_id=f"cmpl-{secrets.token_urlsafe(16)}",
-        created=int(call.context.clock()),
-        model=request.model or call.context.models.default,
-        prompts=tuple(request.texts),
-        n=request.n,
-        echo=request.echo,
-        include_usage=request.stream_options is not None and request.stream_options.include_usage,
-        logprobs=request.logprobs,
-        warnings=call.warnings,
-    )
 
 
 OPERATIONS: Final = (

@@ -65,8 +65,8 @@ class EmbeddingsBody(DialectModel, arbitrary_types_allowed=True):
         default=None,
         ge=1,
         le=65_536,
-        description="Length of the vectors, which are cut and scaled to length 1 again, if the model allows it "
-        "(`matryoshka`).",
+        description="Number of dimensions, if the model allows it (`matryoshka`): vectors are truncated and normalized "
+        "again.",
     )
     encoding_format: Literal["float", "base64"] = Field(
         default="float",
@@ -87,7 +87,9 @@ def _document(value: object) -> object:
 class RerankBody(DialectModel):
     """Request for the scores of documents."""
 
-    query: str = Field(min_length=1, max_length=MAX_TEXT_CHARS, description="What the documents are compared with.")
+    query: str = Field(
+        min_length=1, max_length=MAX_TEXT_CHARS, description="The query that the documents are scored for."
+    )
     documents: list[Annotated[DocumentText, BeforeValidator(_document, json_schema_input_type=str | DocumentText)]] = (
         Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True, description="The documents: texts, or objects.")
     )
@@ -165,9 +167,8 @@ async def rerank(call: Call) -> Reply:
     body: RerankBody = call.body
     inputs = tuple(EmbeddingInput(each.text) for each in body.documents)
     result = await embed(call, EmbeddingCall(model=body.model, inputs=inputs, query=body.query))
-    scores = result.scores()
-    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in best]
+    best = result.ranking(body.top_n)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in best]
     if body.return_documents:
         results = [{**each, "document": {"text": body.documents[each["index"]].text}} for each in results]
     return document({"object": "list", "results": results, **_common(result, call.warnings)})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -11,33 +10,24 @@ import orjson
 from pydantic import Field, StringConstraints
 
 from inferencecenter.api import sse
-from inferencecenter.api.body import checked
-from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
+from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, stream_turns
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
+from inferencecenter.api.openai.answers import finish_of, merged_warnings, raise_failure
 from inferencecenter.api.openai.chat_schemas import AnswerModel
-from inferencecenter.api.openai.finish_reason import finish_of, merged_warnings, raise_failure
+from inferencecenter.api.openai.completions import raw_turns
 from inferencecenter.api.openai.sampling import (
     SAMPLING_RULES,
     Sampling,
-    form_of,
-    infer_fields,
     raw_params,
-    request_fields,
-    with_request_fields,
 )
-from inferencecenter.api.session_match import ConversationRequest, run_choices
-from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import events
-from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.values import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from inferencecenter.api.endpoint import Reply
-    from inferencecenter.api.request_turns import RequestTurns
-    from inferencecenter.api.session_match import SessionMatch
     from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.requests import RawParams
 
 _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType({"infill": "model", "params.max_tokens": "n_predict"})
 """Fields of ``infer`` by their names here; a model that cannot fill gaps is to blame for it."""
@@ -109,21 +99,16 @@ class InfillAnswer(AnswerModel):
     )
 
 
-@dataclass(slots=True)
 class InfillWriter:
-    """Makes responses of events.
+    """Makes responses of events: a stream of them, or one document."""
 
-    Attributes:
-        model: Name of the model.
-        warnings: Warnings about the request.
-        texts: The text so far.
-    """
+    def __init__(self, model: str, warnings: Sequence[str] = ()) -> None:
+        self._model = model
+        self._warnings = warnings
+        self._texts: list[str] = []
+        self._document: dict[str, Any] = {}
 
-    model: str
-    warnings: Sequence[str] = ()
-    texts: list[str] = field(default_factory=list)
-
-    def write(self, event: Event) -> bytes:
+    def write(self, _index: int, event: Event) -> bytes:
         """Return the event of a stream, possibly none.
 
         Raises:
@@ -133,22 +118,40 @@ class InfillWriter:
             case events.Token():
                 return sse.event(orjson.dumps({"content": event.content, "stop": False}))
             case events.End():
-                return sse.event(orjson.dumps(self.end(event)))
+                return sse.event(orjson.dumps(self._end(event)))
             case _:
                 raise_failure(event)
                 return b""
 
-    def end(self, event: events.End) -> dict[str, Any]:
-        """Return the last part, with the text of ``texts``.
+    def take(self, _index: int, event: Event) -> None:
+        """Store an event for ``document``.
+
+        Raises:
+            InferenceCenterError: The turn failed.
+        """
+        match event:
+            case events.Token():
+                self._texts.append(event.content)
+            case events.End():
+                self._document = self._end(event)
+            case _:
+                raise_failure(event)
+
+    def document(self) -> dict[str, Any]:
+        """Return the whole response."""
+        return self._document
+
+    def _end(self, event: events.End) -> dict[str, Any]:
+        """Return the last part, with the text of the events taken.
 
         Raises:
             InferenceCenterError: The turn was ended by another party.
         """
         stats, usage = event.stats, event.usage
         answer: dict[str, Any] = {
-            "content": "".join(self.texts),
+            "content": "".join(self._texts),
             "stop": True,
-            "model": self.model,
+            "model": self._model,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.cached_tokens,
@@ -163,88 +166,28 @@ class InfillWriter:
                 "predicted_per_second": stats.tps,
             },
         }
-        warnings = merged_warnings(self.warnings, [event])
+        warnings = merged_warnings(self._warnings, [event])
         return {**answer, "warnings": warnings} if warnings else answer
-
-    def take(self, event: Event) -> dict[str, Any] | None:
-        """Store the text of an event, and return the whole response at the end.
-
-        Raises:
-            InferenceCenterError: The turn failed.
-        """
-        match event:
-            case events.Token():
-                self.texts.append(event.content)
-            case events.End():
-                return self.end(event)
-            case _:
-                raise_failure(event)
-        return None
 
 
 async def create(call: Call) -> Reply:
     """Handle a request: generate the text of a gap."""
-    _params(call.body)
-    if call.body.stream:
-        return Stream(_parts(call))
-    answer: dict[str, Any] | None = None
-    with _turns(call) as turns:
-        writer = _writer(call)
-        async for batch in turns.batches():
-            for _, event in batch:
-                answer = writer.take(event) or answer
-    assert answer is not None, "a turn that did not fail has an end"
-    return document(answer)
-
-
-async def _parts(call: Call) -> AsyncGenerator[bytes, None]:
-    with _turns(call) as turns:
-        writer = _writer(call)
-        async for written in turns.write_events(lambda _, event: writer.write(event)):
-            yield written
-
-
-@contextmanager
-def _turns(call: Call) -> Iterator[RequestTurns]:
-    """Run the turn of a request.
-
-    Raises:
-        InferenceCenterError: It cannot start; the error names the request's fields.
-    """
     request: InfillRequest = call.body
-    form = form_of(request)
-    conversation = ConversationRequest(
-        messages=(ChatMessage(role="user", content=request.input_prefix + request.prompt),),
-        model=request.model,
-        mode="raw",
-        metadata={} if request.user is None else {"user": request.user},
+    _params(request, 0)
+    extra = [chunk.model_dump() for chunk in request.input_extra]
+    turns = raw_turns(
+        call,
+        (request.input_prefix + request.prompt,),
+        infill={"suffix": request.input_suffix, "extra": extra},
+        params=partial(_params, request),
+        names=_FIELD_NAMES,
     )
-
-    def infer(place: SessionMatch, _choice: int) -> Infer:
-        extra = [chunk.model_dump() for chunk in request.input_extra]
-        body = {
-            "op": "infer",
-            "session_id": place.session_id,
-            "messages": list(place.remaining),
-            "params": _params(request),
-            "infill": {"suffix": request.input_suffix, "extra": extra},
-            **infer_fields(form),
-        }
-        return checked(Infer, body)
-
-    try:
-        with run_choices(call.context, call.request_context, [conversation], n=1, infer=infer) as turns:
-            yield turns
-    except InferenceCenterError as error:
-        raise with_request_fields(error, request_fields(_FIELD_NAMES, form)) from None
+    writer = InfillWriter(request.model or call.context.models.default, call.warnings)
+    return stream_turns(turns, writer.write) if request.stream else await collect_turns(turns, writer)
 
 
-def _params(request: InfillRequest) -> dict[str, Any]:
-    return raw_params(request, max_tokens=request.max_tokens or request.n_predict, n_probs=0, choice=0)
-
-
-def _writer(call: Call) -> InfillWriter:
-    return InfillWriter(call.body.model or call.context.models.default, call.warnings)
+def _params(request: InfillRequest, choice: int) -> RawParams:
+    return raw_params(request, max_tokens=request.max_tokens or request.n_predict, n_probs=0, choice=choice)
 
 
 OPERATIONS: Final = (

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.json_bounds import check_json_bounds
+from inferencecenter.protocol.codec import check_json_bounds
 from inferencecenter.protocol.params import parse_params
 from inferencecenter.protocol.params_model import (
     MAX_BIASES,
@@ -452,20 +452,6 @@ def raw_params(request: Sampling, *, max_tokens: int | None, n_probs: int, choic
             ErrorCode.INVALID_REQUEST, f"{name} is given twice: also in params", field=f"params.{name}"
         )
     return {**given, **own}
-
-
-def with_request_fields(error: InferenceCenterError, names: Mapping[str, str]) -> InferenceCenterError:
-    """Return an error of ``infer`` with its fields renamed to those of the request."""
-    field = names.get(error.field or "")
-    if field is None:
-        return error
-    return InferenceCenterError(
-        error.code,
-        error.message.replace(error.field or "", field),
-        hint=error.hint,
-        field=field,
-        retry_after_ms=error.retry_after_ms,
-    )
 
 
 def _parsed(given: Mapping[str, object]) -> frozenset[str]:

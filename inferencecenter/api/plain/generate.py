@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
@@ -9,7 +10,7 @@ from pydantic import BaseModel, Field, StringConstraints
 
 from inferencecenter.api import sse
 from inferencecenter.api.body import RequestModel, checked
-from inferencecenter.api.endpoint import TURN_ERRORS, Call, Document, Operation, Reply, Stream
+from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Reply, collect_turns, stream_turns
 from inferencecenter.api.errors import OWN_ERRORS
 from inferencecenter.api.request_turns import RequestTurns
 from inferencecenter.api.session_match import ConversationRequest, resolve_session
@@ -20,7 +21,7 @@ from inferencecenter.protocol.requests import MAX_GRAMMAR_CHARS, Infer, ModelNam
 from inferencecenter.protocol.values import ChatMessage, FinishReason, Mode, Priority, TurnStats, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import Iterator
 
     from inferencecenter.protocol.base import Event
 
@@ -98,7 +99,8 @@ async def generate(call: Call) -> Reply:
     request = request.model_copy(
         update={"session_id": place.session_id, "prompt": None, "messages": list(place.remaining)}
     )
-    return Stream(_parts(call, request)) if body.stream else Document(await _whole(call, request))
+    turns = _turn(call, request)
+    return stream_turns(turns, _write) if body.stream else await collect_turns(turns, _GenerateCollector())
 
 
 def _turn_of(body: Generate) -> Infer:
@@ -121,29 +123,28 @@ def _conversation(body: Generate) -> ConversationRequest:
     return ConversationRequest(messages=(*before, question), model=body.model, mode=body.mode)
 
 
-async def _whole(call: Call, request: Infer) -> bytes:
-    said: list[str] = []
-    thought: list[str] = []
-    end: GeneratedPart | None = None
+@contextmanager
+def _turn(call: Call, request: Infer) -> Iterator[RequestTurns]:
     with RequestTurns(call.context, call.request_context) as turns:
         turns.begin(request)
-        async for batch in turns.batches():
-            for _, event in batch:
-                if (part := _part(event)) is None:
-                    continue
-                said.append(part.text or "")
-                thought.append(part.reasoning or "")
-                end = part
-    assert end is not None, "a turn that did not fail has an end"
-    fields = end.model_dump(exclude_none=True) | {"text": "".join(said), "reasoning": "".join(thought) or None}
-    return orjson.dumps(Generated(**fields).model_dump(exclude_none=True))
+        yield turns
 
 
-async def _parts(call: Call, request: Infer) -> AsyncGenerator[bytes, None]:
-    with RequestTurns(call.context, call.request_context) as turns:
-        turns.begin(request)
-        async for written in turns.write_events(_write):
-            yield written
+class _GenerateCollector:
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._end = GeneratedPart()
+
+    def take(self, _index: int, event: Event) -> None:
+        if (part := _part(event)) is not None:
+            self._text.append(part.text or "")
+            self._reasoning.append(part.reasoning or "")
+            self._end = part
+
+    def document(self) -> dict[str, Any]:
+        whole = {"text": "".join(self._text), "reasoning": "".join(self._reasoning) or None}
+        return Generated(**self._end.model_dump(exclude_none=True) | whole).model_dump(exclude_none=True)
 
 
 def _write(_turn: int, event: Event) -> bytes:

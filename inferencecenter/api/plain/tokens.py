@@ -49,6 +49,9 @@ class Tokenize(RequestModel):
     add_special: bool = Field(default=False, description="The same as `add_bos`.")
     pieces: bool = Field(default=False, description="Whether to return the text of each token.")
     with_pieces: bool = Field(default=False, description="Whether each token is an object with its id and its text.")
+    count_only: bool = Field(
+        default=False, description="Whether to return `count` alone, for texts whose number of tokens is wanted."
+    )
 
 
 class TokenPiece(BaseModel, defer_build=True):
@@ -61,7 +64,9 @@ class TokenPiece(BaseModel, defer_build=True):
 class Tokens(BaseModel, defer_build=True):
     """The tokens of a text."""
 
-    tokens: list[int] | list[TokenPiece] = Field(description="Token ids; objects with `with_pieces`.")
+    tokens: list[int] | list[TokenPiece] | None = Field(
+        default=None, description="Token ids; objects with `with_pieces`; absent with `count_only`."
+    )
     count: int = Field(description="Number of tokens.")
     pieces: list[str] | None = Field(
         default=None, description="Text of each token, if requested; incomplete characters are U+FFFD."
@@ -89,7 +94,15 @@ async def tokenize(call: Call) -> Reply:
     if text is None or (body.text is not None and body.content is not None):
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "give either text or content", field="text")
     special = body.special or (body.text is None and body.parse_special)
-    found = await tokenized(call, body.model, text, special=special, first=body.add_bos or body.add_special)
+    first = body.add_bos or body.add_special
+    if body.count_only:
+        if body.pieces or body.with_pieces:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "count_only excludes pieces", field="count_only")
+        counting = _engine(call, body.model).count_tokens(
+            _segments(text, special), first=first, client_id=_client_id(call)
+        )
+        return document({"count": (await call.request_context.wait_for(counting)).n_tokens})
+    found = await tokenized(call, body.model, text, special=special, first=first)
     encode = partial(_tokens, found, pieces=body.pieces, with_pieces=body.with_pieces)
     if len(found.tokens) < LARGE_BYTES:
         return encode()
@@ -123,10 +136,13 @@ async def tokenized(
     Raises:
         InferenceCenterError: ``model_not_found``, or ``forbidden``.
     """
-    pieces = (PromptSegment(text, special),) if text else ()
     return await call.request_context.wait_for(
-        _engine(call, model).tokenize(pieces, first=first, client_id=_client_id(call))
+        _engine(call, model).tokenize(_segments(text, special), first=first, client_id=_client_id(call))
     )
+
+
+def _segments(text: str, special: bool) -> tuple[PromptSegment, ...]:
+    return (PromptSegment(text, special),) if text else ()
 
 
 async def detokenized(call: Call, model: str | None, tokens: Sequence[int], *, field: str) -> str:

@@ -16,7 +16,7 @@ import orjson
 from pydantic import Field
 
 from inferencecenter.api.endpoint import TURN_ERRORS, Document, Operation
-from inferencecenter.api.openai.finish_reason import finish_of, raise_failure
+from inferencecenter.api.openai.answers import finish_of, raise_failure
 from inferencecenter.api.prompt_counts import count_prompt_tokens
 from inferencecenter.api.responses.conversations import find_conversation
 from inferencecenter.api.responses.request_mapping import (

@@ -1,7 +1,7 @@
 """OpenAI's Conversations API: a conversation is one of its client's stored sessions.
 
 An entry of the session's metadata holds the conversation's id, and whether its first message is the instructions of a
-response, which are no item. A response continues the conversation in its session. With other instructions, another
+response, which are not an item. A response continues the conversation in its session. With other instructions, another
 model or another truncation the whole conversation moves to a new session, as after the deletion of an item. The former
 session is closed unless responses can be retrieved from it. Since forks copy metadata, the entry also names its
 session.
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.api.endpoint import Call, Reply
     from inferencecenter.protocol.values import ChatMessage, OnFull
+    from inferencecenter.server.context import ServerContext
     from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.manager import SessionManager
     from inferencecenter.sessions.session import SessionSnapshot
@@ -98,17 +99,17 @@ class StoredConversation:
 
     @property
     def context(self) -> tuple[ChatMessage, ...]:
-        """Those of the messages that are in the model's context."""
+        """The messages that are in the model's context."""
         history = self.session.history
         return history.view.of(history.messages)[int(self.has_instructions) :]
 
     @property
     def resumes_at(self) -> int:
-        """The message from which on the model's context has all of them."""
+        """Index of the first message from which on all are in the model's context."""
         return max(0, self.session.history.view.resumes_at - int(self.has_instructions))
 
     def move(self, sessions: SessionManager, client: Principal, session_id: str, *, has_instructions: bool) -> None:
-        """Have another session with the same messages take the place of this one's.
+        """Move the conversation to another session with the same messages.
 
         Raises:
             InferenceCenterError: ``storage_unavailable`` or ``overloaded``.
@@ -139,15 +140,16 @@ def find_conversation(sessions: SessionManager, client: Principal, name: str) ->
     raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "No such conversation.", field="conversation")
 
 
-async def load_conversation(sessions: SessionManager, client: Principal, name: str) -> None:
+async def load_conversation(context: ServerContext, client: Principal, name: str) -> None:
     """Load the session of a conversation of the client if it is archived.
 
     Raises:
-        InferenceCenterError: See ``SessionArchive.load``.
+        InferenceCenterError: See ``ServerContext.load_session``.
     """
+    sessions = context.sessions
     if not any(value.startswith(f"{name} ") for value in sessions.tagged(client, _ENTRY).values()):
         for session_id in await sessions.archive.find_tagged(client, _ENTRY, f"{name} "):
-            await sessions.archive.load(client, session_id)
+            await context.load_session(client, session_id)
 
 
 def is_conversation(session: SessionSnapshot) -> bool:
@@ -350,7 +352,7 @@ async def retrieve_item(call: Call) -> Reply:
 
 
 async def delete_item(call: Call) -> Reply:
-    """Delete an item: a session with the other ones takes the conversation's place."""
+    """Delete an item: the conversation moves to a session with the other items."""
     client, sessions = call.caller.client, call.context.sessions
     before = await _find_whole(call)
     rest = await call.context.worker.run(client.client_id, partial(_without, before.messages, call.path["item_id"]))
@@ -373,12 +375,12 @@ def busy_conversation() -> InferenceCenterError:
 
 
 async def _find(call: Call) -> StoredConversation:
-    await load_conversation(call.context.sessions, call.caller.client, call.path["conversation_id"])
+    await load_conversation(call.context, call.caller.client, call.path["conversation_id"])
     return find_conversation(call.context.sessions, call.caller.client, call.path["conversation_id"])
 
 
 async def _find_whole(call: Call) -> StoredConversation:
-    """Return a conversation all of which is read or copied, which counts by its size.
+    """Return a conversation to be read or copied as a whole, which is charged by its size.
 
     Raises:
         InferenceCenterError: ``rate_limited``; see also ``find_conversation``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.api.body import checked
@@ -13,8 +13,8 @@ from inferencecenter.api.responses.conversations import (
     is_conversation,
     load_conversation,
 )
-from inferencecenter.api.responses.response_schemas import Echo
-from inferencecenter.api.responses.serializers import echo_of, note_of, read_note, read_response_id
+from inferencecenter.api.responses.response_schemas import Echo, McpToolName
+from inferencecenter.api.responses.serializers import NO_MCP_TOOLS, echo_of, note_of, read_note, read_response_id
 from inferencecenter.api.session_match import (
     ConversationRequest,
     SessionMatch,
@@ -30,11 +30,11 @@ from inferencecenter.sessions.prompt_lookup import PromptQuery
 from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from inferencecenter.api.responses.conversations import StoredConversation
     from inferencecenter.api.responses.request_schemas import CreateResponse
-    from inferencecenter.api.responses.response_schemas import OutputCompaction
+    from inferencecenter.api.responses.response_schemas import McpOutputItem, Note, OutputCompaction, OutputItem
     from inferencecenter.protocol.values import OnFull, Priority
     from inferencecenter.server.context import ServerContext
     from inferencecenter.sessions.context import Principal
@@ -53,7 +53,7 @@ class PreparedTurn:
     """A turn, and the fields that its response echoes from the request.
 
     If its session was ``opened`` for it, it is removed if the turn cannot start. It takes the place of that of the
-    ``moving`` conversation once the turn has started.
+    ``moving`` conversation once the turn has started. Its output begins with the ``first_items``.
     """
 
     infer: Infer
@@ -61,7 +61,8 @@ class PreparedTurn:
     note: str
     opened: bool
     moving: StoredConversation | None = None
-    compaction: OutputCompaction | None = None
+    first_items: tuple[OutputItem, ...] = ()
+    mcp_tools: Mapping[str, McpToolName] = field(default_factory=lambda: NO_MCP_TOOLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,10 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
     *,
     warnings: Iterable[str] = (),
     generate: bool = True,
+    mcp_items: tuple[McpOutputItem, ...] = (),
     compacted: CompactedInput | None = None,
 ) -> PreparedTurn:
-    """Find or create the session of a request, and return its turn; its response has the ``warnings``.
+    """Find or create the session of a request, and return its turn; its response has ``mcp_items`` and ``warnings``.
 
     What was ``compacted`` is answered in place of the request's conversation. Without ``generate`` the turn generates
     as little as possible, as only the prefill is wanted.
@@ -137,7 +139,8 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
         request, model=request.model or context.models.default, created_at=context.clock(), warnings=warnings
     )
     compaction = None if compacted is None else compacted.item
-    note = note_of(echo, generate=generate, compaction=compaction)
+    mcp_tools = _mcp_tools_of(context, client, request)
+    note = note_of(echo, generate=generate, compaction=compaction, mcp_items=mcp_items, mcp_tools=mcp_tools)
     infer = infer_of(request, question, generate=generate)
     if compacted is None:
         found = _locate(context, client, request, question)
@@ -147,23 +150,50 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
         found = _locate_compacted(context, client, request, compacted)
     place = found.place
     infer = infer.model_copy(update={"session_id": place.session_id, "messages": list(place.remaining)})
-    return PreparedTurn(infer, echo, note=note, opened=found.opened, moving=found.moving, compaction=compaction)
+    first_items = (*(() if compaction is None else (compaction,)), *mcp_items)
+    return PreparedTurn(
+        infer,
+        echo,
+        note=note,
+        opened=found.opened,
+        moving=found.moving,
+        first_items=first_items,
+        mcp_tools=mcp_tools,
+    )
+
+
+def _mcp_tools_of(context: ServerContext, client: Principal, request: CreateResponse) -> dict[str, McpToolName]:
+    """Return the tools of MCP servers that the conversation has had and has now, by the names for the model."""
+    offered = {
+        tool.called: McpToolName(called=tool.called, server_label=tool.server, name=tool.name)
+        for tool in request.mcp.tools
+    }
+    note = previous_note(context, client, request)
+    return offered if note is None else note.mcp_by_name | offered
+
+
+def previous_note(context: ServerContext, client: Principal, request: CreateResponse) -> Note | None:
+    """Return the note of the previous response; ``None`` if there is none, or it cannot be continued."""
+    with suppress(InferenceCenterError):  # an id that cannot be read is refused by the caller
+        place = read_response_id(request.previous_response_id or "")
+        return read_note(context.sessions.get_turn(client, *place).note)
+    return None
 
 
 async def load_context(context: ServerContext, client: Principal, request: CreateResponse) -> None:
     """Load the archived session that a request continues.
 
     Raises:
-        InferenceCenterError: See ``SessionArchive.load``.
+        InferenceCenterError: See ``ServerContext.load_session``.
     """
     if request.conversation_name is not None:
-        await load_conversation(context.sessions, client, request.conversation_name)
+        await load_conversation(context, client, request.conversation_name)
         return
     place = None
     with suppress(InferenceCenterError):  # an id that cannot be read is refused by the caller
         place = read_response_id(request.previous_response_id or "")
     if place is not None:
-        await context.sessions.archive.load(client, place.session_id)
+        await context.load_session(client, place.session_id)
 
 
 def conversation_of(context: ServerContext, client: Principal, request: CreateResponse) -> tuple[ChatMessage, ...]:
@@ -221,8 +251,9 @@ def _locate(
     previous = None if name is None else _previous(context, client, name)
     session = None if previous is None else _extendable_session(context, client, request, previous)
     if previous is not None and session is not None:
-        if _ends_with(session, previous) and not is_conversation(session):
-            return _Location(SessionMatch(previous.session_id, question))
+        n_stored = request.mcp.n_stored
+        if _ends_with(session, previous, n_stored) and not is_conversation(session):
+            return _Location(SessionMatch(previous.session_id, question[n_stored:]))
         forked = fork_session(sessions, client, previous.session_id, turn=previous.turn_id)
         return _Location(SessionMatch(forked, question), opened=True)
     return _open(context, client, request, (*(previous.said if previous else ()), *question))
@@ -343,10 +374,10 @@ def _options(context: ServerContext, request: CreateResponse) -> tuple[str, OnFu
     return request.model or context.models.default, _ON_FULL[request.truncation]
 
 
-def _ends_with(session: SessionSnapshot, previous: _Previous) -> bool:
-    """Return whether the previous response is the end of the session."""
+def _ends_with(session: SessionSnapshot, previous: _Previous, n_results: int) -> bool:
+    """Return whether the previous response and results of its calls are the end of the session."""
     turns = session.turn_log.turns
-    end = previous.turn_id, len(session.history.messages)
+    end = previous.turn_id, len(session.history.messages) - n_results
     return bool(turns) and (turns[-1].turn_id, turns[-1].messages) == end
 
 

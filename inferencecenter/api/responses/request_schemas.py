@@ -6,11 +6,20 @@ Reasoning, text and calls of an assistant are separate items here and one messag
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, StringConstraints, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
-from inferencecenter.api.body import RequestModel
+from inferencecenter.api.body import RequestModel, text_only
 from inferencecenter.api.custom_tools import (
     LARK_IS_TOLD,
     MAX_DEFINITION_CHARS,
@@ -39,7 +48,6 @@ from inferencecenter.protocol.values import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-
 MAX_ITEMS: Final = 4000
 MAX_TOOLS: Final = 128
 _MAX_PARTS: Final = 1000
@@ -64,7 +72,14 @@ class GivenOutputText(DialectModel):
     logprobs: list[Any] = Field(default=[], description="Token probabilities; ignored.")
 
 
-TextPart = Annotated[InputText | GivenOutputText, Field(discriminator="type")]
+def _text_part(value: object) -> object:
+    if isinstance(value, dict):
+        text_only(value.get("type"))
+    return value
+
+
+_AnyText: TypeAlias = Annotated[InputText | GivenOutputText, Field(discriminator="type")]
+TextPart = Annotated[_AnyText, BeforeValidator(_text_part, json_schema_input_type=_AnyText)]
 
 
 class InputMessage(DialectModel):
@@ -173,6 +188,112 @@ class FunctionCallOutput(DialectModel):
     status: ItemStatus = Field(default="completed", description="Status; ignored.")
 
 
+class GivenMcpList(DialectModel):
+    """Tools of an MCP server as an earlier response listed them; the model is given the current ones."""
+
+    type: Literal["mcp_list_tools"] = Field(description="Type of the object.")
+    server_label: Namespace = Field(description="The server.")
+    tools: list[Any] = Field(default=[], description="Its tools; ignored.")
+    error: str | None = Field(default=None, description="Why they could not be listed; ignored.")
+    id: ItemId = Field(default="", description="Id of the item.")
+
+
+_APPROVAL_PREFIX: Final = "mcpr_"
+_MCP_CALL_PREFIX: Final = "mcp_"
+
+
+def approval_request_id(call_id: str) -> str:
+    """Return the id of the request to approve a tool call."""
+    return f"{_APPROVAL_PREFIX}{call_id}"
+
+
+def mcp_call_id(call_id: str) -> str:
+    """Return the id of the item of a tool call that the daemon ran."""
+    return f"{_MCP_CALL_PREFIX}{call_id}"
+
+
+ApprovalRequestId = Annotated[str, StringConstraints(pattern=rf"^{_APPROVAL_PREFIX}.{{1,64}}$")]
+McpCallItemId = Annotated[str, StringConstraints(pattern=rf"^{_MCP_CALL_PREFIX}.{{1,64}}$")]
+
+
+class GivenApprovalRequest(DialectModel):
+    """Call of a tool of an MCP server by the model, which was to be approved."""
+
+    type: Literal["mcp_approval_request"] = Field(description="Type of the object.")
+    id: ApprovalRequestId = Field(description="Its id.")
+    server_label: Namespace = Field(description="The server.")
+    name: ToolName = Field(description="Name of the tool.")
+    arguments: str = Field(description="Its arguments, as JSON text.")
+
+    @property
+    def call(self) -> ToolCall:
+        """The model's call."""
+        return _mcp_call(self, self.id.removeprefix(_APPROVAL_PREFIX))
+
+
+class ApprovalResponse(DialectModel):
+    """The user's decision on a call of a tool of an MCP server; with approval, the daemon runs it."""
+
+    type: Literal["mcp_approval_response"] = Field(description="Type of the object.")
+    approval_request_id: ApprovalRequestId = Field(description="Id of the item `mcp_approval_request`.")
+    approve: bool = Field(description="Whether the call may run.")
+    reason: str | None = Field(default=None, max_length=4096, description="Why not; the model is told.")
+    id: ItemId = Field(default="", description="Id of the item.")
+
+    @property
+    def call_id(self) -> str:
+        """The model's call."""
+        return self.approval_request_id.removeprefix(_APPROVAL_PREFIX)
+
+
+class GivenCallFailure(DialectModel):
+    """Why a call of a tool of an MCP server had no result."""
+
+    type: str = Field(max_length=64, description="Its kind; ignored.")
+    code: int | None = Field(default=None, description="Its code; ignored.")
+    message: str | None = Field(default=None, description="The reason.")
+    content: Any = Field(default=None, description="The reason, if it is text; ignored otherwise.")
+
+    @property
+    def text(self) -> str:
+        """The text that the model is given."""
+        return self.message or (self.content if isinstance(self.content, str) else "") or "The call failed."
+
+
+class GivenMcpCall(DialectModel):
+    """Call of a tool of an MCP server that an earlier response ran, with its result."""
+
+    type: Literal["mcp_call"] = Field(description="Type of the object.")
+    id: McpCallItemId = Field(description="Its id.")
+    server_label: Namespace = Field(description="The server.")
+    name: ToolName = Field(description="Name of the tool.")
+    arguments: str = Field(description="Its arguments, as JSON text.")
+    output: str | None = Field(default=None, description="Its result.")
+    error: GivenCallFailure | None = Field(default=None, description="Why there is none.")
+    approval_request_id: Literal[""] | ApprovalRequestId = Field(
+        default="", description="Id of its request for approval."
+    )
+    status: Literal["in_progress", "completed", "incomplete", "calling", "failed"] = Field(
+        default="completed", description="Status; ignored."
+    )
+
+    @property
+    def call(self) -> ToolCall:
+        """The model's call."""
+        if self.approval_request_id:
+            return _mcp_call(self, self.approval_request_id.removeprefix(_APPROVAL_PREFIX))
+        return _mcp_call(self, self.id.removeprefix(_MCP_CALL_PREFIX))
+
+    @property
+    def result(self) -> str:
+        """The text that the model is given."""
+        return self.error.text if self.output is None and self.error is not None else self.output or ""
+
+
+def _mcp_call(item: GivenApprovalRequest | GivenMcpCall, call_id: str) -> ToolCall:
+    return ToolCall(call_id=call_id, name=called_name(item.server_label, item.name), arguments=item.arguments)
+
+
 OWN_SUMMARY: Final = "inferencecenter:"
 """Start of the summaries that this daemon has made."""
 
@@ -193,7 +314,8 @@ class Compaction(DialectModel):
         return f"Summary of our conversation so far:\n\n{self.encrypted_content.removeprefix(OWN_SUMMARY)}"
 
 
-Item = InputMessage | InputReasoning | FunctionCall | CustomToolCall | FunctionCallOutput | Compaction
+McpItem = GivenMcpList | GivenApprovalRequest | ApprovalResponse | GivenMcpCall
+Item = InputMessage | InputReasoning | FunctionCall | CustomToolCall | FunctionCallOutput | Compaction | McpItem
 
 
 def text_of(content: str | Sequence[InputText | GivenOutputText]) -> str:
@@ -222,6 +344,7 @@ class _Gathering:
         self._reasoning: str | None = None
         self._content: str | None = None
         self._calls: list[ToolCall] = []
+        self._asked: set[str] = set()
 
     def take(self, item: Item) -> None:
         """Add the next item."""
@@ -237,9 +360,9 @@ class _Gathering:
                 name = called_name(item.namespace, item.name)
                 self._calls.append(ToolCall(call_id=item.call_id, name=name, arguments=item.arguments))
             case FunctionCallOutput():
-                self.end()
-                output = text_of(item.output)
-                self.messages.append(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
+                self._answer(item.call_id, text_of(item.output))
+            case GivenMcpList() | GivenApprovalRequest() | ApprovalResponse() | GivenMcpCall():
+                self._take_mcp(item)
             case Compaction():
                 self.end()
                 self.messages.append(ChatMessage(role="assistant", content=item.text))
@@ -247,6 +370,25 @@ class _Gathering:
                 self.end()
                 role = "system" if item.role == "developer" else item.role
                 self.messages.append(ChatMessage(role=role, content=item.text))
+
+    def _take_mcp(self, item: McpItem) -> None:
+        match item:
+            case GivenApprovalRequest():
+                self._calls.append(item.call)
+                self._asked.add(item.call.call_id)
+            case ApprovalResponse(approve=False):
+                reason = f" {item.reason}" if item.reason else ""
+                self._answer(item.call_id, f"The user did not allow this call.{reason}")
+            case GivenMcpCall():
+                if item.call.call_id not in self._asked:
+                    self._calls.append(item.call)
+                self._answer(item.call.call_id, item.result)
+            case _:
+                pass  # the result of an approved call comes with it, or is added when it has run
+
+    def _answer(self, call_id: str, text: str) -> None:
+        self.end()
+        self.messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id))
 
     def end(self) -> None:
         """Add the assistant's message so far; reasoning without text or a call is dropped."""
@@ -372,7 +514,68 @@ class NamespaceTool(DialectModel):
     )
 
 
-ClientTool = Annotated[FunctionTool | CustomTool | NamespaceTool, Field(discriminator="type")]
+class McpToolFilter(DialectModel):
+    """Selects tools of an MCP server."""
+
+    tool_names: list[ToolName] | None = Field(
+        default=None, max_length=MAX_TOOLS, fail_fast=True, description="Names of tools."
+    )
+
+
+class DeclaredMcpServer(DialectModel):
+    """An MCP server that the operator declared; the daemon runs its tools, each call after an approval."""
+
+    type: Literal["mcp"] = Field(description="Type of the object.")
+    server_label: str = Field(max_length=256, description="Its name in the daemon's configuration.")
+    server_description: str | None = Field(default=None, max_length=16_384, description="Echoed only.")
+    allowed_tools: Annotated[list[ToolName], Field(max_length=MAX_TOOLS)] | McpToolFilter | None = Field(
+        default=None, description="The tools that are offered; all that may be called if absent."
+    )
+    require_approval: Literal["always", "never"] | dict[str, Any] | None = Field(
+        default=None, description="Whether calls need an approval: they always do."
+    )
+
+    def allows(self, name: str) -> bool:
+        """Return whether a tool is to be offered."""
+        chosen = self.allowed_tools
+        names = chosen.tool_names if isinstance(chosen, McpToolFilter) else chosen
+        return names is None or name in names
+
+
+ClientTool = Annotated[FunctionTool | CustomTool | NamespaceTool | DeclaredMcpServer, Field(discriminator="type")]
+
+
+class OfferedMcpTool(NamedTuple):
+    """A tool of an MCP server that the model may call; ``parameters`` is the JSON Schema of its arguments."""
+
+    server: str
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+    @property
+    def called(self) -> str:
+        """The name by which the model calls it."""
+        return called_name(self.server, self.name)
+
+    @property
+    def wire_tool(self) -> Tool:
+        """The function of the turn."""
+        return Tool(name=self.called, description=self.description or None, parameters=self.parameters, strict=False)
+
+
+class McpPart(NamedTuple):
+    """What MCP servers add to a request: tools, and the results of approved calls.
+
+    The first ``n_stored`` results are in the session of the previous response already.
+    """
+
+    tools: tuple[OfferedMcpTool, ...] = ()
+    results: tuple[ChatMessage, ...] = ()
+    n_stored: int = 0
+
+
+NO_MCP: Final = McpPart()
 
 
 class CallableTool(NamedTuple):
@@ -397,12 +600,12 @@ class CallableTool(NamedTuple):
         return tool.model_copy(update={"name": self.called, "description": description})
 
 
-def offered_tools(tools: Iterable[FunctionTool | CustomTool | NamespaceTool]) -> Iterator[CallableTool]:
-    """Yield the tools and those in namespaces."""
+def offered_tools(tools: Iterable[ClientTool]) -> Iterator[CallableTool]:
+    """Yield the tools of the client, and those in namespaces."""
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             yield from (CallableTool(inner, tool) for inner in tool.tools)
-        else:
+        elif not isinstance(tool, DeclaredMcpServer):
             yield CallableTool(tool)
 
 
@@ -451,7 +654,11 @@ InputItem = Annotated[
     | Annotated[CustomToolCall, Tag("custom_tool_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[FunctionCallOutput, Tag("custom_tool_call_output")]
-    | Annotated[Compaction, Tag("compaction")],
+    | Annotated[Compaction, Tag("compaction")]
+    | Annotated[GivenMcpList, Tag("mcp_list_tools")]
+    | Annotated[GivenApprovalRequest, Tag("mcp_approval_request")]
+    | Annotated[ApprovalResponse, Tag("mcp_approval_response")]
+    | Annotated[GivenMcpCall, Tag("mcp_call")],
     Discriminator(_kind),
 ]
 
@@ -498,7 +705,9 @@ class CreateResponse(SamplerFields):
     max_output_tokens: int | None = Field(
         default=None, ge=1, le=2**20, description="Maximum number of generated tokens, including reasoning."
     )
-    max_tool_calls: int | None = Field(default=None, ge=1, description="Limits server-side tools; there are none.")
+    max_tool_calls: int | None = Field(
+        default=None, ge=1, description="Echoed only: each call that the daemon runs needs an approval."
+    )
     temperature: float | None = Field(default=None, ge=0, le=2, description="Sampling temperature.")
     top_p: float | None = Field(
         default=None,
@@ -543,6 +752,7 @@ class CreateResponse(SamplerFields):
 
     # Made with the request, which is validated by a worker if it is large.
     _messages: tuple[ChatMessage, ...] = PrivateAttr()
+    _mcp: McpPart = PrivateAttr(default=NO_MCP)
 
     @model_validator(mode="after")
     def _convert_items(self) -> CreateResponse:
@@ -555,6 +765,9 @@ class CreateResponse(SamplerFields):
             raise ValueError("background requires store: the response is retrieved later")
         if self.conversation is not None and self.previous_response_id is not None:
             raise ValueError("conversation excludes previous_response_id")
+        labels = [server.server_label for server in self.mcp_servers]
+        if len(set(labels)) < len(labels):
+            raise ValueError("tools name an MCP server twice")
         names = {offered.tool.name for offered in offered_tools(self.tools)}
         choice = self.tool_choice
         wanted = choice.tools if isinstance(choice, AllowedTools) else []
@@ -578,8 +791,36 @@ class CreateResponse(SamplerFields):
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """The input as messages, without ``instructions``."""
-        return self._messages
+        """The results of approved calls and the input as messages, without ``instructions``."""
+        return (*self._mcp.results, *self._messages)
+
+    @property
+    def mcp_servers(self) -> tuple[DeclaredMcpServer, ...]:
+        """The MCP servers whose tools are asked for."""
+        return tuple(tool for tool in self.tools if isinstance(tool, DeclaredMcpServer))
+
+    @property
+    def approved_calls(self) -> tuple[str, ...]:
+        """The calls that were approved and have no result in the input."""
+        done = {item.call.call_id for item in self.items if isinstance(item, GivenMcpCall)}
+        approved = (item.call_id for item in self.items if isinstance(item, ApprovalResponse) and item.approve)
+        return tuple(call_id for call_id in dict.fromkeys(approved) if call_id not in done)
+
+    @property
+    def listed_servers(self) -> frozenset[str]:
+        """The MCP servers whose tools are listed in the input."""
+        return frozenset(item.server_label for item in self.items if isinstance(item, GivenMcpList))
+
+    @property
+    def mcp(self) -> McpPart:
+        """What MCP servers add."""
+        return self._mcp
+
+    def with_mcp(self, part: McpPart) -> Self:
+        """Return the request with what MCP servers add."""
+        request = self.model_copy()
+        request._mcp = part
+        return request
 
     @property
     def wire_tools(self) -> list[Tool] | None:
@@ -587,7 +828,9 @@ class CreateResponse(SamplerFields):
         choice = self.tool_choice
         allowed = {each.name for each in choice.tools} if isinstance(choice, AllowedTools) else None
         offered = offered_tools(self.tools)
-        return [each.wire_tool for each in offered if allowed is None or each.tool.name in allowed] or None
+        own = [each.wire_tool for each in offered if allowed is None or each.tool.name in allowed]
+        of_servers = [each.wire_tool for each in self._mcp.tools] if allowed is None else []
+        return [*own, *of_servers] or None
 
     @property
     def wire_tool_choice(self) -> ToolChoice:
@@ -642,7 +885,7 @@ class CancelOnSocket(DialectModel):
 
 
 def _is_server_tool(item: Any, _siblings: Mapping[str, Any]) -> bool:
-    kinds = ("function", "custom", "namespace")
+    kinds = ("function", "custom", "namespace", "mcp")
     return isinstance(item, dict) and isinstance(kind := item.get("type"), str) and kind not in kinds
 
 
@@ -657,9 +900,7 @@ def _is_foreign_summary(item: Any, _siblings: Mapping[str, Any]) -> bool:
     return isinstance(content, str) and not content.startswith(OWN_SUMMARY)
 
 
-_RECORDS: Final = frozenset(
-    {"web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools"}
-)
+_RECORDS: Final = frozenset({"web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"})
 """Items that only record the execution of server-side tools."""
 
 RESPONSE_FIELDS: Final = FieldTable(
@@ -718,7 +959,7 @@ RESPONSE_FIELDS: Final = FieldTable(
         ),
         FieldRule(
             field="tools[]",
-            values="of a type other than `function`, `custom` and `namespace`",
+            values="of a type other than `function`, `custom`, `namespace` and `mcp`",
             why="the daemon cannot run tools of this type, so the model is not offered it",
             applies=_is_server_tool,
         ),
@@ -741,6 +982,18 @@ RESPONSE_FIELDS: Final = FieldTable(
             applies=lambda form, _: is_left_to_model(form),
             kept=True,
         ),
+        *(
+            FieldRule(field=f"tools[].{name}", why="only MCP servers that the operator declared are contacted")
+            for name in ("server_url", "connector_id", "tunnel_id", "headers", "authorization")
+        ),
+        FieldRule(
+            field="tools[].require_approval",
+            values="`never`, or an object",
+            why="each call needs an approval",
+            applies=lambda value, _: value not in (None, "always"),
+            kept=True,
+        ),
+        FieldRule(field="tools[].allowed_tools.read_only", why="servers are not trusted to say which tools only read"),
         FieldRule(field="tools[].defer_loading", why="the model is offered all tools at once"),
         OBFUSCATION_RULE,
         *SAMPLER_RULES,

@@ -18,6 +18,7 @@ from inferencecenter.api.prompt_counts import COUNT_ERRORS, count_prompt_tokens
 from inferencecenter.api.request_turns import NullSink, RequestTurns, TurnSink
 from inferencecenter.api.responses.compaction import compacted_input
 from inferencecenter.api.responses.conversations import is_conversation
+from inferencecenter.api.responses.mcp_tools import with_mcp_tools
 from inferencecenter.api.responses.request_mapping import (
     EMPTY_QUESTION,
     conversation_of,
@@ -105,6 +106,7 @@ async def count_input_tokens(call: Call) -> Reply:
     """Handle a request: count the tokens of a response's prompt."""
     request: CreateResponse = call.body
     await load_context(call.context, call.caller.client, request)
+    request, _ = await with_mcp_tools(call.context, call.request_context, request, run=False)
     messages = conversation_of(call.context, call.caller.client, request)
     if not messages:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "input is missing", field="input")
@@ -114,19 +116,54 @@ async def count_input_tokens(call: Call) -> Reply:
 
 async def retrieve(call: Call) -> Reply:
     """Return the current state of a response, or its events."""
-    place, facts = await _find(call)
+    place, facts = await _find_stored(call)
     query: Retrieve = call.query
     if query.stream == "false":
         return _document(_current(place, facts))
     recording = call.context.stream_recordings.find(call.caller.client.client_id, response_id(place))
     if recording is None:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST,
-            "the events of this response are not kept",
-            hint="Those of a response created with background and stream are, until 5 minutes after its end.",
-            field="stream",
-        )
+        return Stream(_rebuilt(call, place, facts))
     return Stream(_followed(call, recording, 0 if query.starting_after is None else query.starting_after + 1))
+
+
+async def _rebuilt(call: Call, place: ResponseRef, facts: TurnSnapshot) -> AsyncGenerator[bytes, None]:
+    """Stream the events of a background response that are not recorded, built anew from what is stored.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for one that is no background response or has not ended, and for a
+            part of the events, since the numbers of the first ones are unknown.
+    """
+    final, note = _current(place, facts), read_note(facts.note)
+    assert note is not None, "a response has a note"
+    if not note.background:
+        raise _not_streamed("the events of this response are not kept", "Those of a response with background are.")
+    if facts.running:
+        raise _not_streamed(
+            "the events of this response up to the restart of the daemon are not kept, and it is in progress",
+            "Retrieve it without stream until it has ended; then its events can be streamed from the beginning.",
+        )
+    if call.query.starting_after is not None:
+        raise _not_streamed(
+            "the events of this response are not kept, and those that are built anew have other numbers",
+            "Stream it without starting_after, or retrieve it without stream.",
+            field="starting_after",
+        )
+    builder = ResponseEventBuilder(
+        note,
+        top_logprobs=0,
+        clock=call.context.clock,
+        generate=note.generate,
+        first_items=note.first_items,
+        mcp_tools=note.mcp_by_name,
+    )
+    build = partial(builder.rebuild, place, facts.answer, final)
+    for frame in await call.context.worker.run(call.caller.client.client_id, build):
+        yield sse.event(frame.data, name=frame.type)
+    yield sse.DONE
+
+
+def _not_streamed(reason: str, hint: str, *, field: str = "stream") -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, reason, hint=hint, field=field)
 
 
 async def cancel(call: Call) -> Reply:
@@ -152,7 +189,7 @@ async def delete(call: Call) -> Reply:
 
 async def list_input_items(call: Call) -> Reply:
     """List the input items of a response; the whole history is traversed, which is too slow for the event loop."""
-    place, facts = await _find(call)
+    place, facts = await _find_stored(call)
     return await call.context.worker.run(call.caller.client.client_id, partial(_page, place, facts, call.query))
 
 
@@ -161,7 +198,8 @@ def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document
     said = facts.before if note is None or note.instructions is None else facts.before[1:]
     asked = () if facts.input_messages == EMPTY_QUESTION else facts.input_messages
     tools = {} if note is None else note.tools_by_name
-    items = input_items((*said, *asked), place.turn_id, tools=tools)
+    mcp_tools = {} if note is None else note.mcp_by_name
+    items = input_items((*said, *asked), place.turn_id, tools=tools, mcp_tools=mcp_tools)
     return document(page_of(items, query).model_dump())
 
 
@@ -300,21 +338,31 @@ async def _start_in_background(call: Call, request: CreateResponse) -> Document:
 
 
 async def _prepare(call: Call, request: CreateResponse) -> PreparedTurn:
-    """Return the turn of a request, whose conversation is compacted before if it has to be.
+    """Return the turn of a request: approved calls of MCP servers run before, and it is compacted if it has to be.
 
     Raises:
-        InferenceCenterError: See ``compacted_input`` and ``prepare_turn``.
+        InferenceCenterError: See ``with_mcp_tools``, ``compacted_input`` and ``prepare_turn``.
     """
     await load_context(call.context, call.caller.client, request)
+    request, added = await with_mcp_tools(call.context, call.request_context, request)
     compacted, warnings = await compacted_input(call.context, call.request_context, request)
     return prepare_turn(
-        call.context, call.caller.client, request, warnings=(*call.warnings, *warnings), compacted=compacted
+        call.context,
+        call.caller.client,
+        request,
+        warnings=(*call.warnings, *added.warnings, *warnings),
+        mcp_items=added.items,
+        compacted=compacted,
     )
 
 
 def _event_builder(call: Call, request: CreateResponse, asked: PreparedTurn) -> ResponseEventBuilder:
     return ResponseEventBuilder(
-        asked.echo, top_logprobs=request.top_logprobs or 0, clock=call.context.clock, compaction=asked.compaction
+        asked.echo,
+        top_logprobs=request.top_logprobs or 0,
+        clock=call.context.clock,
+        first_items=asked.first_items,
+        mcp_tools=asked.mcp_tools,
     )
 
 
@@ -342,12 +390,25 @@ async def _find(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
     """
     try:
         place = read_response_id(call.path["response_id"])
-        await call.context.sessions.archive.load(call.caller.client, place.session_id)
+        await call.context.load_session(call.caller.client, place.session_id)
         return place, call.context.sessions.get_turn(call.caller.client, *place)
     except InferenceCenterError as error:
         if error.code is not ErrorCode.SESSION_NOT_FOUND and error.code is not ErrorCode.TURN_NOT_FOUND:
             raise
         raise _not_found() from None
+
+
+async def _find_stored(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
+    """Return the turn of the response in the path. One with ``store: false`` can be continued, but not retrieved.
+
+    Raises:
+        InferenceCenterError: ``turn_not_found``, also for another client's.
+    """
+    place, facts = await _find(call)
+    note = read_note(facts.note)
+    if note is not None and not note.store:
+        raise _not_found()
+    return place, facts
 
 
 def _not_found() -> InferenceCenterError:
@@ -372,10 +433,14 @@ def _current(place: ResponseRef, facts: TurnSnapshot) -> Response:
     output: tuple[OutputItem, ...] = ()
     if facts.answer is not None and note.generate:
         state: ItemState = "completed" if status == "completed" else "incomplete"
-        first = () if note.compaction is None else (note.compaction,)
-        items = output_of(facts.answer, place.turn_id, state=state, tools=note.tools_by_name)
-        output = (*first, *items)
-    return response_of(note, place, status=status, output=output, finish_reason=finish, usage=facts.usage)
+        items = output_of(
+            facts.answer, place.turn_id, state=state, tools=note.tools_by_name, mcp_tools=note.mcp_by_name
+        )
+        output = (*note.first_items, *items)
+    completed_at = facts.ended_at if status == "completed" else None
+    return response_of(
+        note, place, status=status, output=output, finish_reason=finish, usage=facts.usage, completed_at=completed_at
+    )
 
 
 def _forget(call: Call, place: ResponseRef, facts: TurnSnapshot) -> None:

@@ -14,8 +14,11 @@ from inferencecenter.api.custom_tools import InputReader
 from inferencecenter.api.errors import error_object
 from inferencecenter.api.responses.response_schemas import (
     Logprob,
+    OutputApprovalRequest,
     OutputCall,
     OutputCustomCall,
+    OutputMcpCall,
+    OutputMcpList,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -23,7 +26,9 @@ from inferencecenter.api.responses.response_schemas import (
     ThoughtText,
 )
 from inferencecenter.api.responses.serializers import (
+    NO_MCP_TOOLS,
     ResponseRef,
+    approval_request,
     error_of,
     is_custom,
     item_id,
@@ -40,18 +45,20 @@ if TYPE_CHECKING:
     from inferencecenter.api.responses.response_schemas import (
         Echo,
         ItemState,
-        OutputCompaction,
+        McpToolName,
         OutputItem,
         Response,
     )
     from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.values import ChatMessage
 
 _MESSAGE: Final = "msg"
 _THOUGHTS: Final = "rs"
 _CALL: Final = "fc"
 _CUSTOM_CALL: Final = "ctc"
-_CALLS: Final = (_CALL, _CUSTOM_CALL)
+_APPROVAL: Final = "mcpr"
+_CALLS: Final = (_CALL, _CUSTOM_CALL, _APPROVAL)
 _DELTAS: Final = {
     _MESSAGE: b"response.output_text.delta",
     _THOUGHTS: b"response.reasoning_text.delta",
@@ -70,10 +77,18 @@ class ResponseEvent(NamedTuple):
 class _Item:
     """The item in progress."""
 
-    def __init__(
-        self, kind: str, name: str, place: int, *, call_id: str = "", names: Mapping[str, str] | None = None
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        kind: str,
+        name: str,
+        place: int,
+        *,
+        call_id: str = "",
+        names: Mapping[str, str] | None = None,
+        of_server: McpToolName | None = None,
     ) -> None:
         self.kind = kind
+        self.of_server = of_server
         self.name = name
         self.place = place
         self.call_id = call_id
@@ -88,6 +103,8 @@ class _Item:
     def output_item(self, state: ItemState, *, empty: bool = False) -> OutputItem:
         """Return the item with all of its text, or without its parts."""
         text = "".join(self.text)
+        if self.of_server is not None:
+            return approval_request(self.of_server, self.call_id, text)
         if self.kind == _CALL:
             return OutputCall(id=self.name, call_id=self.call_id, **self.names, arguments=text, status=state)
         if self.kind == _CUSTOM_CALL:
@@ -108,7 +125,8 @@ class ResponseEventBuilder:
         clock: Unix seconds.
         stream_id: The stream named in each frame.
         generate: Whether text is generated; otherwise the model's output is discarded.
-        compaction: The first item of the output.
+        first_items: The first items of the output.
+        mcp_tools: Tools of MCP servers by the names that the model calls them by.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -119,11 +137,13 @@ class ResponseEventBuilder:
         clock: Callable[[], float],
         stream_id: str | None = None,
         generate: bool = True,
-        compaction: OutputCompaction | None = None,
+        first_items: tuple[OutputItem, ...] = (),
+        mcp_tools: Mapping[str, McpToolName] = NO_MCP_TOOLS,
     ) -> None:
         self._echo = echo
         self._tools = echo.tools_by_name
-        self._compaction = compaction
+        self._first_items = first_items
+        self._mcp_tools = mcp_tools
         self._top = top_logprobs
         self._clock = clock
         self._generate = generate
@@ -170,6 +190,24 @@ class ResponseEventBuilder:
                 frames = self._fail(event)
         return frames
 
+    def rebuild(self, place: ResponseRef, answer: ChatMessage | None, final: Response) -> list[ResponseEvent]:
+        """Return all events of a response that has ended, from its stored ``answer``: each item's text is one delta."""
+        self._place = place
+        frames = [self._frame("response.created", response=self._standing(waits=False)), *self._begin()]
+        turn: dict[str, Any] = {"session_id": place.session_id, "turn_id": place.turn_id, "seq": 1}
+        if answer is not None and self._generate:
+            if answer.reasoning:
+                frames += self.feed(events.Reasoning(**turn, content=answer.reasoning))
+            if answer.content or not answer.tool_calls:
+                frames += self.feed(events.Token(**turn, content=answer.content))
+            for index, call in enumerate(answer.tool_calls or ()):
+                said = {"index": index, "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+                frames += self.feed(events.ToolCall(**turn, **said))
+        frames += self._close("completed" if final.status == "completed" else "incomplete")
+        self._final = final
+        ends = {"completed": "response.completed", "failed": "response.failed"}
+        return [*frames, self._frame(ends.get(final.status, "response.incomplete"), response=final)]
+
     def broken(self, error: InferenceCenterError) -> ResponseEvent:
         """Return the last event of a stream that ends before its turn."""
         failure = error_object(error)
@@ -191,12 +229,33 @@ class ResponseEventBuilder:
             return []
         self._running = True
         frames = [self._frame("response.in_progress", response=self._standing(waits=False))]
-        if (item := self._compaction) is not None:
-            self._output.append(item)
-            frames += [
-                self._frame(f"response.output_item.{change}", output_index=0, item=item) for change in ("added", "done")
-            ]
+        for item in self._first_items:
+            frames += self._whole(item)
         return frames
+
+    def _whole(self, item: OutputItem) -> list[ResponseEvent]:
+        """Return the events of an item that is there at once."""
+        index = len(self._output)
+        self._output.append(item)
+        added: OutputItem = item
+        steps: list[tuple[str, dict[str, Any]]] = []
+        match item:
+            case OutputMcpList():
+                added = item.model_copy(update={"tools": (), "error": None})
+                outcome = "completed" if item.error is None else "failed"
+                steps = [(f"response.mcp_list_tools.{step}", {}) for step in ("in_progress", outcome)]
+            case OutputMcpCall():
+                added = item.model_copy(update={"output": None, "error": None, "status": "in_progress"})
+                steps = [
+                    ("response.mcp_call.in_progress", {}),
+                    ("response.mcp_call_arguments.done", {"arguments": item.arguments}),
+                    (f"response.mcp_call.{item.status}", {}),
+                ]
+        return [
+            self._frame("response.output_item.added", output_index=index, item=added),
+            *(self._frame(kind, item_id=item.id, output_index=index, **more) for kind, more in steps),
+            self._frame("response.output_item.done", output_index=index, item=item),
+        ]
 
     def _say(self, kind: str, text: str, event: events.Token | events.Reasoning) -> list[ResponseEvent]:
         frames = self._begin()
@@ -224,24 +283,31 @@ class ResponseEventBuilder:
         item = self._item
         if item is None or item.call_id != event.call_id:
             frames += self._close("completed")
-            offered = self._tools.get(event.name or "")
-            kind = _CUSTOM_CALL if is_custom(offered) else _CALL
-            item, opening = self._open(kind, call_id=event.call_id, names=names_of(event.name or "", offered))
+            name = event.name or ""
+            offered, of_server = self._tools.get(name), self._mcp_tools.get(name)
+            kind = _APPROVAL if of_server is not None else _CUSTOM_CALL if is_custom(offered) else _CALL
+            item, opening = self._open(kind, call_id=event.call_id, names=names_of(name, offered), of_server=of_server)
             frames += opening
         text = item.input.feed(event.arguments) if item.kind == _CUSTOM_CALL else event.arguments
         if text:
             item.text.append(text)
-            frames.append(self._delta(item, text, b""))
+            if item.kind != _APPROVAL:
+                frames.append(self._delta(item, text, b""))
         return frames
 
     def _open(
-        self, kind: str, *, call_id: str = "", names: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        *,
+        call_id: str = "",
+        names: Mapping[str, str] | None = None,
+        of_server: McpToolName | None = None,
     ) -> tuple[_Item, list[ResponseEvent]]:
         assert self._place is not None
         index = self._counts.get(kind, 0)
         self._counts[kind] = index + 1
         name = item_id(kind, self._place.turn_id, index)
-        item = self._item = _Item(kind, name, len(self._output), call_id=call_id, names=names)
+        item = self._item = _Item(kind, name, len(self._output), call_id=call_id, names=names, of_server=of_server)
         output = item.output_item("in_progress", empty=True)
         frames = [self._frame("response.output_item.added", output_index=item.place, item=output)]
         if kind not in _CALLS:
@@ -258,7 +324,10 @@ class ResponseEventBuilder:
         text, output = "".join(item.text), item.output_item(state)
         self._output.append(output)
         where: dict[str, Any] = {"item_id": item.name, "output_index": item.place}
+        frames: list[ResponseEvent] = []
         match output:
+            case OutputApprovalRequest():
+                pass  # it has no parts
             case OutputCall():
                 frames = [self._frame("response.function_call_arguments.done", **where, arguments=text)]
             case OutputCustomCall():

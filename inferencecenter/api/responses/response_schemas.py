@@ -112,7 +112,73 @@ class OutputCompaction(ResponseObject):
     encrypted_content: str = Field(description="The summary; it is not encrypted.")
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall | OutputCompaction
+class ListedMcpTool(ResponseObject):
+    """A tool of an MCP server."""
+
+    name: str = Field(description="Its name.")
+    description: str = Field(description="Its description.")
+    input_schema: dict[str, Any] = Field(description="JSON Schema of its arguments.")
+
+
+class OutputMcpList(ResponseObject):
+    """Tools of an MCP server that the model is offered; once in a conversation."""
+
+    type: Literal["mcp_list_tools"] = "mcp_list_tools"
+    id: str = Field(description="Its id.")
+    server_label: str = Field(description="The server.")
+    tools: tuple[ListedMcpTool, ...] = Field(description="The tools.")
+    error: str | None = Field(default=None, exclude_if=_is_none, description="Why they cannot be listed.")
+
+
+class OutputApprovalRequest(ResponseObject):
+    """A call of a tool of an MCP server by the model, which runs once it is approved."""
+
+    type: Literal["mcp_approval_request"] = "mcp_approval_request"
+    id: str = Field(description="Its id, for `mcp_approval_response`.")
+    server_label: str = Field(description="The server.")
+    name: str = Field(description="Name of the tool.")
+    arguments: str = Field(description="Its arguments, as JSON text.")
+
+
+class McpCallFailure(ResponseObject):
+    """Why a call has no result."""
+
+    type: Literal["mcp_tool_execution_error"] = "mcp_tool_execution_error"
+    content: str = Field(description="The reason, or the tool's own message.")
+
+
+class OutputMcpCall(ResponseObject):
+    """A call of a tool of an MCP server that was approved."""
+
+    type: Literal["mcp_call"] = "mcp_call"
+    id: str = Field(description="Its id.")
+    server_label: str = Field(description="The server.")
+    name: str = Field(description="Name of the tool.")
+    arguments: str = Field(description="Its arguments, as JSON text.")
+    approval_request_id: str = Field(description="Id of the item by which it was approved.")
+    output: str | None = Field(default=None, description="Its result.")
+    error: McpCallFailure | None = Field(default=None, description="Why there is none.")
+    status: Literal["in_progress", "completed", "failed"] = Field(description="Its status.")
+
+
+McpOutputItem = OutputMcpList | OutputMcpCall
+OutputItem = (
+    OutputMessage
+    | OutputReasoning
+    | OutputCall
+    | OutputCustomCall
+    | OutputCompaction
+    | OutputApprovalRequest
+    | McpOutputItem
+)
+
+
+class McpToolName(ResponseObject):
+    """A tool of an MCP server, and the name by which the model calls it."""
+
+    called: str = Field(description="Name for the model.")
+    server_label: str = Field(description="The server.")
+    name: str = Field(description="Its name there.")
 
 
 class CachedTokens(ResponseObject):
@@ -204,6 +270,18 @@ class Note(Echo):
 
     generate: bool = Field(default=True, description="Whether text was to be generated.")
     compaction: OutputCompaction | None = Field(default=None, description="The first item of the output.")
+    mcp_items: tuple[McpOutputItem, ...] = Field(default=(), description="The next items of the output.")
+    mcp_tools: tuple[McpToolName, ...] = Field(default=(), description="Tools of MCP servers in the conversation.")
+
+    @property
+    def first_items(self) -> tuple[OutputItem, ...]:
+        """The items before the model's own."""
+        return (*(() if self.compaction is None else (self.compaction,)), *self.mcp_items)
+
+    @property
+    def mcp_by_name(self) -> dict[str, McpToolName]:
+        """The tools of MCP servers by the names that the model calls them by."""
+        return {tool.called: tool for tool in self.mcp_tools}
 
 
 class Response(Echo):
@@ -211,7 +289,7 @@ class Response(Echo):
 
     id: str = Field(description="Its id.")
     status: Status = Field(description="Its status.")
-    completed_at: int | None = Field(default=None, description="Unix seconds; only in the event of its end.")
+    completed_at: int | None = Field(default=None, description="Unix seconds; of completed responses.")
     error: ResponseError | None = Field(default=None, description="The error, if it failed.")
     incomplete_details: Incomplete | None = Field(default=None, description="The reason, if it is incomplete.")
     output: tuple[OutputItem, ...] = Field(default=(), description="Reasoning, text and calls of the model.")

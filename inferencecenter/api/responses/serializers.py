@@ -15,7 +15,11 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from inferencecenter.api.custom_tools import input_of
-from inferencecenter.api.responses.request_schemas import CustomTool
+from inferencecenter.api.responses.request_schemas import (
+    CustomTool,
+    approval_request_id,
+    mcp_call_id,
+)
 from inferencecenter.api.responses.response_schemas import (
     CachedTokens,
     ConversationRef,
@@ -23,9 +27,12 @@ from inferencecenter.api.responses.response_schemas import (
     Incomplete,
     ItemList,
     Logprob,
+    McpToolName,
     Note,
+    OutputApprovalRequest,
     OutputCall,
     OutputCustomCall,
+    OutputMcpCall,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -42,7 +49,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from inferencecenter.api.responses.request_schemas import CallableTool, CreateResponse, ListItems
-    from inferencecenter.api.responses.response_schemas import ItemState, OutputCompaction, OutputItem, Status
+    from inferencecenter.api.responses.response_schemas import (
+        ItemState,
+        McpOutputItem,
+        OutputCompaction,
+        OutputItem,
+        Status,
+    )
     from inferencecenter.protocol.events import Error
     from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, ToolCall, Usage
 
@@ -88,6 +101,7 @@ _CUT_BY_LENGTH: Final = ("length", "context_full")
 _COMPLETE: Final = ("stop", "tool_calls")
 _TOO_MANY: Final = 429
 _NO_TOOLS: Final[Mapping[str, CallableTool]] = MappingProxyType({})
+NO_MCP_TOOLS: Final[Mapping[str, McpToolName]] = MappingProxyType({})
 _TIERS: Final[dict[str, Literal["default", "flex", "priority"]]] = {
     "auto": "default",
     "default": "default",
@@ -130,7 +144,14 @@ def echo_of(request: CreateResponse, *, model: str, created_at: float, warnings:
     )
 
 
-def note_of(echo: Echo, *, generate: bool = True, compaction: OutputCompaction | None = None) -> str:
+def note_of(
+    echo: Echo,
+    *,
+    generate: bool = True,
+    compaction: OutputCompaction | None = None,
+    mcp_items: tuple[McpOutputItem, ...] = (),
+    mcp_tools: Mapping[str, McpToolName] = NO_MCP_TOOLS,
+) -> str:
     """Return the note stored with the turn of a response.
 
     Raises:
@@ -138,7 +159,14 @@ def note_of(echo: Echo, *, generate: bool = True, compaction: OutputCompaction |
     """
     field = "tools" if echo.tools else "instructions"
     try:
-        text = Note(**dict(echo), generate=generate, compaction=compaction).model_dump_json()
+        note = Note(
+            **dict(echo),
+            generate=generate,
+            compaction=compaction,
+            mcp_items=mcp_items,
+            mcp_tools=tuple(mcp_tools.values()),
+        )
+        text = note.model_dump_json()
     except PydanticSerializationError as error:  # it writes 255 levels of lists and objects, and reads more
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "tools, text and metadata are nested too deep to be stored", field=field
@@ -147,7 +175,8 @@ def note_of(echo: Echo, *, generate: bool = True, compaction: OutputCompaction |
     if n_bytes > MAX_NOTE_BYTES:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"instructions, tools, text, metadata and a summary have {n_bytes} bytes in total;"
+            "instructions, tools and those of MCP servers, text, metadata and a summary have"
+            f" {n_bytes} bytes in total;"
             f" at most {MAX_NOTE_BYTES} are stored with a response",
             field=field,
         )
@@ -232,9 +261,14 @@ def logprobs_of(entries: tuple[TokenLogprobs, ...], *, top: int) -> tuple[Logpro
 
 
 def output_of(
-    answer: ChatMessage, turn_id: str, *, state: ItemState, tools: Mapping[str, CallableTool] = _NO_TOOLS
+    answer: ChatMessage,
+    turn_id: str,
+    *,
+    state: ItemState,
+    tools: Mapping[str, CallableTool] = _NO_TOOLS,
+    mcp_tools: Mapping[str, McpToolName] = NO_MCP_TOOLS,
 ) -> tuple[OutputItem, ...]:
-    """Return the items of a stored answer; ``state`` is that of the last item."""
+    """Return the items of a stored answer; ``state`` is that of the last item, unless that asks for an approval."""
     items: list[OutputItem] = []
     if answer.reasoning:
         thoughts = (ThoughtText(text=answer.reasoning),)
@@ -244,11 +278,35 @@ def output_of(
         items.append(OutputMessage(id=item_id("msg", turn_id), status="completed", content=said))
     counts: Counter[str] = Counter()
     for call in answer.tool_calls or ():
+        if (of_server := mcp_tools.get(call.name)) is not None:
+            items.append(approval_request(of_server, call.call_id, call.arguments))
+            continue
         offered = tools.get(call.name)
         kind = "ctc" if is_custom(offered) else "fc"
         items.append(_call_item(item_id(kind, turn_id, counts[kind]), call, offered))
         counts[kind] += 1
+    if isinstance(items[-1], OutputApprovalRequest):
+        return tuple(items)
     return (*items[:-1], items[-1].model_copy(update={"status": state}))
+
+
+def approval_request(tool: McpToolName, call_id: str, arguments: str) -> OutputApprovalRequest:
+    """Return the item that asks for the approval of a call."""
+    name = approval_request_id(call_id)
+    return OutputApprovalRequest(id=name, server_label=tool.server_label, name=tool.name, arguments=arguments)
+
+
+def mcp_call_of(tool: McpToolName, call: ToolCall, output: str) -> OutputMcpCall:
+    """Return the item of a call that has a result."""
+    return OutputMcpCall(
+        id=mcp_call_id(call.call_id),
+        server_label=tool.server_label,
+        name=tool.name,
+        arguments=call.arguments,
+        approval_request_id=approval_request_id(call.call_id),
+        output=output,
+        status="completed",
+    )
 
 
 def is_custom(offered: CallableTool | None) -> bool:
@@ -273,18 +331,27 @@ def _call_item(name: str, call: ToolCall, offered: CallableTool | None) -> Outpu
 
 
 def input_items(
-    messages: tuple[ChatMessage, ...], turn_id: str, *, tools: Mapping[str, CallableTool] = _NO_TOOLS
+    messages: tuple[ChatMessage, ...],
+    turn_id: str,
+    *,
+    tools: Mapping[str, CallableTool] = _NO_TOOLS,
+    mcp_tools: Mapping[str, McpToolName] = NO_MCP_TOOLS,
 ) -> tuple[dict[str, Any], ...]:
     """Return messages as items with ids."""
     items: list[dict[str, Any]] = []
     custom_calls: set[str | None] = set()
+    mcp_calls: dict[str | None, ToolCall] = {}
     for at, message in enumerate(messages):
         if message.role == "assistant":
             items += [
-                item.model_dump(mode="json") | {"id": f"{item.id}_in{at}"}
-                for item in output_of(message, turn_id, state="completed", tools=tools)
+                item.model_dump(mode="json")
+                | ({} if isinstance(item, OutputApprovalRequest) else {"id": f"{item.id}_in{at}"})
+                for item in output_of(message, turn_id, state="completed", tools=tools, mcp_tools=mcp_tools)
             ]
+            mcp_calls |= {call.call_id: call for call in message.tool_calls or () if call.name in mcp_tools}
             custom_calls |= {call.call_id for call in message.tool_calls or () if is_custom(tools.get(call.name))}
+        elif (call := mcp_calls.get(message.tool_call_id)) is not None:
+            items.append(mcp_call_of(mcp_tools[call.name], call, message.content).model_dump(mode="json"))
         else:
             name = f"{turn_id.removeprefix('t_')}_in{at}"
             items.append(_given_item(message, name, custom=message.tool_call_id in custom_calls))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -17,15 +19,15 @@ from inferencecenter.api.foreign_fields import FieldReport
 from inferencecenter.api.request_context import ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.api.request_turns import TurnSink
 from inferencecenter.api.responses.compaction import compacted_input
+from inferencecenter.api.responses.mcp_tools import uses_mcp, with_mcp_tools
 from inferencecenter.api.responses.request_mapping import load_context, prepare_turn, start_turn
 from inferencecenter.api.responses.request_schemas import RESPONSE_FIELDS, CancelOnSocket, CreateOnSocket
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
 from inferencecenter.api.responses.serializers import read_response_id
-from inferencecenter.api.responses.streams import QueuedRequest, ResponseStreams
 from inferencecenter.api.websocket.connection import SocketEndpoint
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
+from inferencecenter.protocol.codec import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import Abort
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.coalescing_queue import EventQueue
@@ -39,13 +41,125 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope as AsgiScope
 
-    from inferencecenter.api.request_context import Caller
+    from inferencecenter.api.request_context import Caller, RequestContext
+    from inferencecenter.api.request_turns import TurnSink
     from inferencecenter.api.responses.request_mapping import CompactedInput
-    from inferencecenter.api.responses.streams import QueuedRequest, ResponseStream
+    from inferencecenter.api.responses.request_schemas import CreateOnSocket
+    from inferencecenter.api.responses.response_events import ResponseEventBuilder
+    from inferencecenter.api.responses.response_schemas import McpOutputItem
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
     from inferencecenter.telemetry.metrics import DaemonMetrics
+
+
+# Streams of a socket: responses of one stream run in sequence, those of different streams concurrently.
+
+MAX_STREAMS: Final = 16
+"""Maximum number of streams of one socket with running or queued responses."""
+MAX_WAITING: Final = 64
+"""Maximum number of queued requests of one socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """A queued request, its size in bytes, and the warnings about it."""
+
+    request: CreateOnSocket
+    n_bytes: int
+    warnings: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class ResponseStream:
+    """One stream: its running response, or the request that is prepared by calls or compaction, and its queue."""
+
+    stream_id: str | None
+    sink: TurnSink[ResponseEventBuilder] | None = None
+    preparing: RequestContext | None = None
+    waiting: deque[QueuedRequest] = field(default_factory=deque)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the next request may start."""
+        return self.sink is None and self.preparing is None
+
+
+class ResponseStreams:
+    """All streams of one socket with running or queued responses.
+
+    Args:
+        max_waiting_bytes: Maximum total size of queued requests.
+    """
+
+    def __init__(self, *, max_waiting_bytes: int) -> None:
+        self._max_waiting_bytes = max_waiting_bytes
+        self._streams: dict[str | None, ResponseStream] = {}
+        self._n_waiting = 0
+        self._n_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def active(self) -> list[ResponseStream]:
+        """All streams."""
+        return list(self._streams.values())
+
+    def find(self, stream_id: str | None) -> ResponseStream | None:
+        """Return a stream with running or queued responses."""
+        return self._streams.get(stream_id)
+
+    def queue(self, queued: QueuedRequest) -> ResponseStream:
+        """Queue a request in its stream, and return the stream.
+
+        Raises:
+            InferenceCenterError: ``websocket_stream_limit_reached``.
+        """
+        stream = self._streams.get(queued.request.stream_id)
+        if stream is None:
+            if len(self._streams) >= MAX_STREAMS:
+                raise InferenceCenterError(
+                    ErrorCode.STREAM_LIMIT,
+                    f"responses run in {MAX_STREAMS} streams of this socket, which is the maximum",
+                    hint="Wait until one ends, or use another socket.",
+                    field="stream_id",
+                )
+            stream = self._streams[queued.request.stream_id] = ResponseStream(queued.request.stream_id)
+        elif self._n_waiting >= MAX_WAITING or self._n_bytes + queued.n_bytes > self._max_waiting_bytes:
+            raise InferenceCenterError(
+                ErrorCode.STREAM_LIMIT,
+                f"{self._n_waiting} requests are queued on this socket, with {self._n_bytes} bytes",
+                hint="Wait until some end, or use other streams or another socket.",
+                field="stream_id",
+            )
+        stream.waiting.append(queued)
+        self._n_waiting += 1
+        self._n_bytes += queued.n_bytes
+        return stream
+
+    def take(self, stream: ResponseStream) -> QueuedRequest | None:
+        """Return the next request of an idle stream; an empty stream is removed."""
+        if not stream.idle:
+            return None
+        if not stream.waiting:
+            self._streams.pop(stream.stream_id, None)
+            return None
+        waiting = stream.waiting.popleft()
+        self._n_waiting -= 1
+        self._n_bytes -= waiting.n_bytes
+        return waiting
+
+    def drop_queued(self) -> list[CreateOnSocket]:
+        """Remove and return all queued requests."""
+        given_up = [waiting.request for stream in self._streams.values() for waiting in stream.waiting]
+        for stream in list(self._streams.values()):
+            stream.waiting.clear()
+            if stream.idle:
+                del self._streams[stream.stream_id]
+        self._n_waiting = self._n_bytes = 0
+        return given_up
+
 
 _MAX_STREAM_ID_CHARS: Final = 64
 _GONE: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
@@ -191,8 +305,8 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         for stream in self._streams.active:
             if stream.sink is not None:
                 stream.sink.leave(self.context.sessions, self.client)
-            if stream.compacting is not None:
-                stream.compacting.end(ClientDisconnectedError())
+            if stream.preparing is not None:
+                stream.preparing.end(ClientDisconnectedError())
 
     def _queue(self, queued: QueuedRequest) -> None:
         if self._state is ConnectionState.DRAINING:
@@ -210,8 +324,8 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             stream = self._streams.find(request.stream_id)
             if stream is None or stream.idle:
                 raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "No response is running in this stream.")
-            if stream.compacting is not None:
-                stream.compacting.end(_cancelled())
+            if stream.preparing is not None:
+                stream.preparing.end(_cancelled())
             elif stream.sink is not None:
                 sessions.abort(client, Abort(op="abort", session_id=stream.sink.session_id))
             return
@@ -229,21 +343,24 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         """Start the next response of a stream, if none is running in it."""
         while (queued := self._streams.take(stream)) is not None:
             with self._failures_sent(stream):
-                if queued.request.context_management:
-                    stream.compacting = RequestContext(self._caller)
-                    self._tasks.spawn(self._begin_compacted(queued, stream, stream.compacting), name="compaction")
+                if queued.request.context_management or uses_mcp(queued.request):
+                    stream.preparing = RequestContext(self._caller)
+                    self._tasks.spawn(self._begin_prepared(queued, stream, stream.preparing), name="preparation")
                 else:
                     stream.sink = self._begin(queued, stream)
 
-    async def _begin_compacted(
+    async def _begin_prepared(
         self, queued: QueuedRequest, stream: ResponseStream, request_context: RequestContext
     ) -> None:
-        """Start a response whose conversation is compacted before if it has to be, and then the next one."""
+        """Start a response before which calls run or the conversation is compacted, and then the next one."""
         with self._failures_sent(stream), suppress(ClientDisconnectedError):
-            compacted, warnings = await compacted_input(self.context, request_context, queued.request)
+            request, added = await with_mcp_tools(self.context, request_context, queued.request)
+            compacted, warnings = await compacted_input(self.context, request_context, request)
             if not self.closed:
-                stream.sink = self._begin(queued, stream, warnings=warnings, compacted=compacted)
-        stream.compacting = None
+                prepared = replace(queued, request=request)
+                more = (*added.warnings, *warnings)
+                stream.sink = self._begin(prepared, stream, warnings=more, mcp_items=added.items, compacted=compacted)
+        stream.preparing = None
         if not self.closed:
             self._advance(stream)
             self._leave_if_drained()
@@ -281,6 +398,7 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         stream: ResponseStream,
         *,
         warnings: Sequence[str] = (),
+        mcp_items: tuple[McpOutputItem, ...] = (),
         compacted: CompactedInput | None = None,
     ) -> TurnSink[ResponseEventBuilder]:
         context, client, request = self.context, self.client, queued.request
@@ -290,6 +408,7 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             request,
             warnings=(*queued.warnings, *warnings),
             generate=request.generate,
+            mcp_items=mcp_items,
             compacted=compacted,
         )
         builder = ResponseEventBuilder(
@@ -298,7 +417,8 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             clock=context.clock,
             stream_id=request.stream_id,
             generate=request.generate,
-            compaction=asked.compaction,
+            first_items=asked.first_items,
+            mcp_tools=asked.mcp_tools,
         )
         sink = TurnSink(
             builder, asked.infer.session_id, on_event=partial(self._on_turn_event, stream), outlived=request.store

@@ -1,7 +1,10 @@
-"""Ops for usage, and for operators and administrators: connected clients, kick, drain."""
+"""Ops for usage, and for operators and administrators: connected clients, sessions, the audit log, drain."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -10,8 +13,17 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
-from inferencecenter.protocol.values import ConnectedClient, UsageDay, UsageLeft
+from inferencecenter.protocol.values import (
+    AccountSession,
+    AccountUsage,
+    AuditRecord,
+    ConnectedClient,
+    HistorySeries,
+    UsageDay,
+    UsageLeft,
+)
 from inferencecenter.server.context import UsageReader
+from inferencecenter.server.load_history import STEP_S
 from inferencecenter.sessions.store.rows import utc_day
 
 if TYPE_CHECKING:
@@ -22,9 +34,14 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.hub import ClientSocket
+    from inferencecenter.sessions.session import LiveSession
+    from inferencecenter.sessions.store.archive import SessionLine, UsageLine
 
 
 _DAY_S: Final = 86_400
+_MOST_STEPS: Final = 360
+MAX_ACCOUNTS: Final = 50
+"""Maximum number of accounts in a usage report."""
 
 
 def usage(connection: Connection, request: requests.Usage) -> None:
@@ -38,34 +55,61 @@ def usage(connection: Connection, request: requests.Usage) -> None:
             field="client_id",
             hint="Omit it for your own usage.",
         )
-    connection.defer(partial(_report, connection, request, whose))
-
-
-async def _report(connection: Connection, request: requests.Usage, whose: str) -> None:
     context = connection.context
     since = utc_day(max(0.0, context.clock() - (request.days - 1) * _DAY_S))
-    try:
+
+    async def report() -> Event:
         # Not in the shared thread pool: one client on many sockets would occupy all threads.
-        days = await context.disk_worker.run(
-            connection.client.client_id, partial(_days, context.read_usage, whose, since)
+        days = await context.disk_worker.run(client.client_id, partial(_days, context.read_usage, whose, since))
+        left = _left(connection) if whose == client.client_id else None
+        return events.UsageReport(client_id=whose, days=days, left=left)
+
+    connection.answer_later(request, report)
+
+
+def metrics_history(connection: Connection, request: requests.MetricsHistory) -> None:
+    """Return load and work of the past."""
+    resolution_s = request.resolution_s or STEP_S * max(1, math.ceil(request.range_s / STEP_S / _MOST_STEPS))
+    if request.range_s / resolution_s > _MOST_STEPS:
+        least_s = STEP_S * math.ceil(request.range_s / STEP_S / _MOST_STEPS)
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"{request.range_s} s in steps of {resolution_s} s are more than {_MOST_STEPS}",
+            field="resolution_s",
+            hint=f"Use at least {least_s}, or a shorter range_s.",
         )
-    except InferenceCenterError as error:
-        connection.fail(error, request_id=request.id)
-        return
-    left = _left(connection) if whose == connection.client.client_id else None
-    connection.replay((events.UsageReport(id=request.id, client_id=whose, days=days, left=left),))
+    context, client = connection.context, connection.client
+    read = partial(
+        context.history.window,
+        range_s=request.range_s,
+        resolution_s=resolution_s,
+        client_id=None if Scope.ADMIN in client.scopes else client.client_id,
+        by=request.group_by,
+    )
+
+    async def report() -> Event:
+        window = await context.worker.run(client.client_id, read)
+        return events.HistoryReport(
+            starts_at=window.start_s,
+            resolution_s=resolution_s,
+            columns=dict(window.columns),
+            series=tuple(HistorySeries(group=name, columns=dict(columns)) for name, columns in window.series),
+        )
+
+    connection.answer_later(request, report)
 
 
 def _days(read: UsageReader, whose: str, since: str) -> tuple[UsageDay, ...]:
-    return tuple(
-        UsageDay(
-            day=line.day,
-            turns=line.turns,
-            prompt_tokens=line.prompt_tokens,
-            cached_tokens=line.cached_tokens,
-            completion_tokens=line.completion_tokens,
-        )
-        for line in read(whose, since)
+    return tuple(map(_usage_day, read(whose, since)))
+
+
+def _usage_day(line: UsageLine) -> UsageDay:
+    return UsageDay(
+        day=line.day,
+        turns=line.turns,
+        prompt_tokens=line.prompt_tokens,
+        cached_tokens=line.cached_tokens,
+        completion_tokens=line.completion_tokens,
     )
 
 
@@ -80,6 +124,38 @@ def _left(connection: Connection) -> UsageLeft:
         minute_tokens_left=quota.minute_tokens_left,
         day_tokens_left=quota.day_tokens_left,
     )
+
+
+def list_usage(connection: Connection, request: requests.ListUsage) -> None:
+    """Reply with the usage of the accounts that used the most tokens."""
+    context = connection.context
+    since = utc_day(max(0.0, context.clock() - (request.days - 1) * _DAY_S))
+
+    def read() -> Event:
+        days: defaultdict[str, list[UsageDay]] = defaultdict(list)
+        for line in context.read_usage(None, since):
+            days[line.client_id].append(_usage_day(line))
+        used = {client_id: sum(map(_tokens, own)) for client_id, own in days.items()}
+        most = sorted(days, key=lambda client_id: (-used[client_id], client_id))
+        shown = (AccountUsage(client_id=client_id, days=tuple(days[client_id])) for client_id in most[:MAX_ACCOUNTS])
+        return events.UsageByAccount(usage_by_account=tuple(shown), omitted_accounts=max(0, len(most) - MAX_ACCOUNTS))
+
+    connection.answer_from_disk(request, read)
+
+
+def _tokens(day: UsageDay) -> int:
+    return day.prompt_tokens + day.completion_tokens
+
+
+def subscribe_log(connection: Connection, request: requests.SubscribeLog) -> Event:
+    connection.audit(AuditEvent.LOG_READ)
+    connection.tail_log(request.level)
+    return events.LogSubscribed()
+
+
+def unsubscribe_log(connection: Connection, _request: requests.UnsubscribeLog) -> Event:
+    connection.tail_log(None)
+    return events.LogUnsubscribed()
 
 
 def list_clients(connection: Connection, _request: requests.ListClients) -> Event:
@@ -103,7 +179,7 @@ def _described(context: ServerContext, client_id: str, sockets: Sequence[ClientS
 
 
 def kick(connection: Connection, request: requests.Kick) -> None:
-    """Close the sockets of a client, and drop the cached answers of the external service about it."""
+    """Close the sockets of a client, and drop what the external service answered about it from the cache."""
     context = connection.context
     sockets, participants = context.hub.of_client(request.client_id), context.hub.participants_of(request.client_id)
     if not sockets and not participants:
@@ -115,13 +191,104 @@ def kick(connection: Connection, request: requests.Kick) -> None:
         )
     connection.audit(AuditEvent.CLIENT_KICKED, detail=request.client_id)
     context.authenticator.forget(request.client_id)
-    # First, as the requesting socket may be one of them.
+    # Before closing, as the requesting socket may be one of them.
     n_closed = len(sockets) + len(participants)
     connection.send(events.Kicked(id=request.id, client_id=request.client_id, connections=n_closed))
     for each in sockets:
         each.close(CloseCode.POLICY, "an administrator closed the socket")
     for participant in participants:
         participant.close(CloseCode.POLICY, "an administrator closed the socket")
+
+
+def list_all_sessions(connection: Connection, request: requests.ListAllSessions) -> Event | None:
+    """Reply with a page of the live sessions at once, or of the archived ones once it is read from disk."""
+    connection.audit(AuditEvent.SESSIONS_LISTED, detail=request.client_id or "")
+    context, most = connection.context, request.limit
+    if request.archived:
+        connection.answer_from_disk(
+            request,
+            lambda: _archived_page(most, context.read_sessions(request.client_id, request.after, most + 1)),
+        )
+        return None
+    found, more = context.sessions.live_sessions(request.client_id, after=request.after, limit=most)
+    return events.AllSessions(all_sessions=tuple(map(_live, found)), next=found[-1].config.session_id if more else None)
+
+
+def _archived_page(most: int, lines: Sequence[SessionLine]) -> Event:
+    sessions = tuple(
+        AccountSession(
+            session_id=line.session_id,
+            client_id=line.client_id,
+            model=line.model,
+            messages=line.messages,
+            tokens=line.tokens,
+            created_at=line.created_at,
+            last_used_at=line.last_used_at,
+            state="idle",
+            archived=True,
+            stored=True,
+            attached=False,
+        )
+        for line in lines[:most]
+    )
+    return events.AllSessions(all_sessions=sessions, next=sessions[-1].session_id if len(lines) > most else None)
+
+
+def _live(session: LiveSession) -> AccountSession:
+    config, summary = session.config, session.snapshot.summary()
+    return AccountSession(
+        **summary.model_dump(exclude={"metadata", "mode"}),
+        client_id=config.client_id,
+        stored=config.store,
+        attached=session.sink is not None,
+    )
+
+
+def purge_session(connection: Connection, request: requests.PurgeSession) -> None:
+    """End and delete a session, as ``inferencecenter session purge`` does."""
+
+    async def purge() -> Event:
+        if not await connection.context.purge("session", request.session_id):
+            raise InferenceCenterError(
+                ErrorCode.SESSION_NOT_FOUND, field="session_id", hint="list_all_sessions lists the sessions."
+            )
+        connection.audit(AuditEvent.SESSION_PURGED, detail=request.session_id)
+        return events.SessionPurged(session_id=request.session_id)
+
+    connection.answer_later(request, purge)
+
+
+def read_audit(connection: Connection, request: requests.ReadAudit) -> None:
+    """Reply with a page of the audit log.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for an unknown event.
+    """
+    if request.event is not None and request.event not in set(AuditEvent):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"event is {request.event!r}, which is not an event of the audit log",
+            field="event",
+            hint=f"One of: {', '.join(AuditEvent)}.",
+        )
+    most = request.limit
+
+    def read() -> Event:
+        found = connection.context.accounts.audit_lines(
+            last=most + 1,
+            client_id=request.client_id,
+            event=None if request.event is None else AuditEvent(request.event),
+            before=request.before,
+        )
+        lines = found[-most:][::-1]
+        return events.AuditPage(
+            audit_lines=tuple(AuditRecord(**{**asdict(line), "event": line.event.value}) for line in lines),
+            older=lines[-1].line_id if len(found) > most else None,
+            audit_events=tuple(each.value for each in AuditEvent),
+        )
+
+    connection.audit(AuditEvent.AUDIT_READ)
+    connection.answer_from_disk(request, read)
 
 
 def drain(connection: Connection, _request: requests.Drain) -> Event:

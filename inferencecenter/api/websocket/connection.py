@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import structlog
 from starlette.routing import BaseRoute, Match, NoMatchFound
 
 from inferencecenter.api.request_context import admit
 from inferencecenter.api.websocket.commands import COMMANDS
-from inferencecenter.auth.audit import audit_entry
 from inferencecenter.auth.rate_limits import RefusalBackoffs
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.codec import FrameError, read_frame
-from inferencecenter.protocol.values import ClientLimits
+from inferencecenter.protocol.values import ClientLimits, LogRecord
 from inferencecenter.server import event_factory
 from inferencecenter.server.connection import LARGE_FRAME_CHARS, SocketConnection
 from inferencecenter.server.handshake import chooses_v1, refusal_body, refusal_headers
 from inferencecenter.server.outbox import Outbox
 from inferencecenter.server.states import ConnectionState
 from inferencecenter.server.websocket import SCOPE_KEY
+from inferencecenter.telemetry.logs import RECENT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -40,14 +41,47 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
     from inferencecenter.server.websocket import WebSocket
+    from inferencecenter.sessions.journal import Journal
 
+
+EventT = TypeVar("EventT", bound="Event")
 
 _SHOWN_CHARS: Final = 100
 
 MAX_EMBEDDINGS: Final = 8
 """Maximum number of requests for embeddings that run on a socket."""
 
+LOG_INTERVAL_S: Final = 0.5
+MAX_LOG_LINES: Final = 100
+"""Maximum number of lines of an event; what is above it in an interval is left out."""
+_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+
 _log = structlog.get_logger(__name__)
+
+
+class LogTail:
+    """A subscription to the daemon's log, until ``stop``; on the event loop."""
+
+    def __init__(self, send: Callable[[Event], None], *, level: str) -> None:
+        self._send = send
+        self._levels = frozenset(_LEVELS[_LEVELS.index(level) :])
+        self._number = 0
+        self._timer = asyncio.get_running_loop().call_soon(self._push)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _push(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL_S, self._push)
+        found, skipped = RECENT.after(self._number, limit=MAX_LOG_LINES)
+        if not found:
+            return
+        self._number = found[-1].number
+        lines = tuple(
+            LogRecord(at=line.at, level=line.level, text=line.text) for line in found if line.level in self._levels
+        )
+        if lines or skipped:
+            self._send(events.Log(log_lines=lines, skipped=skipped))
 
 
 class Connection(SocketConnection[Outbox]):
@@ -73,6 +107,7 @@ class Connection(SocketConnection[Outbox]):
         self.v1 = False
         self._turns: dict[str, str] = {}
         self._embeddings: set[EmbeddingJob] = set()
+        self._log_tail: LogTail | None = None
         self._rest: Callable[[], Awaitable[None]] | None = None
         if v1:
             self.enable_v1()
@@ -104,11 +139,7 @@ class Connection(SocketConnection[Outbox]):
 
     def audit(self, event: AuditEvent, detail: str = "") -> None:
         """Record an action of its client in the audit log."""
-        client = self.client
-        line = audit_entry(
-            event, client_id=client.client_id, token_id=client.token_id or None, address=self.address, detail=detail
-        )
-        self.context.authenticator.audit(line)
+        self.context.audit(self.client, self.address, event, detail)
 
     def authenticate(self, account: Account) -> None:
         """Authenticate the socket as ``account``.
@@ -146,6 +177,40 @@ class Connection(SocketConnection[Outbox]):
         """Run the rest of a command before the next frame is read: it waits for a disk or another service."""
         self._rest = rest
 
+    def answer_later(
+        self,
+        request: Request,
+        work: Callable[[], Awaitable[EventT]],
+        *,
+        then: Callable[[EventT], None] | None = None,
+    ) -> None:
+        """Reply with the event of ``work``, or its error, before the next frame is read.
+
+        ``then`` is called with the event after the reply, which may close this socket.
+        """
+
+        async def run() -> None:
+            try:
+                answer = await work()
+            except InferenceCenterError as error:
+                self.fail(error, request_id=request.id, op=request.op)
+                return
+            except Exception:  # noqa: BLE001 - boundary: a defect must not close the socket
+                _log.exception("command_failed", op=request.op)
+                self.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=request.id, op=request.op)
+                return
+            self._reply(request, answer, self.context.sessions.journal_for(request, self.client_id))
+            if then is not None:
+                then(answer)
+
+        self.defer(run)
+
+    def answer_from_disk(
+        self, request: Request, work: Callable[[], EventT], *, then: Callable[[EventT], None] | None = None
+    ) -> None:
+        """Reply with the event of ``work``, which runs on the disk worker; see ``answer_later``."""
+        self.answer_later(request, partial(self.context.disk_worker.run, self.client_id, work), then=then)
+
     async def _process(self, text: str) -> None:
         """Execute the request of a frame, and send the reply or an error.
 
@@ -162,7 +227,7 @@ class Connection(SocketConnection[Outbox]):
                 await self.wait_replayed()
             self._admit(command, request)
             if (session_id := getattr(request, "session_id", None)) is not None:
-                await self._load(session_id, closing=frame.op == "close_session")
+                await self.context.load_session(self.client, session_id, closing=frame.op == "close_session")
             if self.closed:  # while it was read, or waited
                 return
             journal = self.context.sessions.journal_for(request, self.client_id)
@@ -176,23 +241,16 @@ class Connection(SocketConnection[Outbox]):
             self._refuse(frame, InferenceCenterError(ErrorCode.INTERNAL), understood=request is not None)
         else:
             if answer is not None:
-                reply = answer if frame.id is None else answer.model_copy(update={"id": frame.id})
-                in_bulk = command.in_bulk
-                journal.release(lambda: self.replay((reply,)) if in_bulk else self.send(reply))
+                self._reply(request, answer, journal)
         while (rest := self._rest) is not None:
             self._rest = None
             await rest()
 
-    async def _load(self, session_id: str, *, closing: bool) -> None:
-        """Load the session that a request names if it is archived, which counts as an operation of its size.
-
-        Raises:
-            InferenceCenterError: ``rate_limited``; see also ``SessionArchive.load``.
-        """
-        sessions = self.context.sessions
-        if await sessions.archive.load(self.client, session_id, closing=closing) and not closing:
-            n_chars = sessions.session_chars(self.client, session_id)
-            self.context.operations.charge(self.client_id, n_chars=n_chars)
+    def _reply(self, request: Request, answer: Event, journal: Journal) -> None:
+        """Send the answer to a request once ``journal`` releases it."""
+        reply = answer if request.id is None else answer.model_copy(update={"id": request.id})
+        in_bulk = COMMANDS[request.op].in_bulk
+        journal.release(lambda: self.replay((reply,)) if in_bulk else self.send(reply))
 
     async def _read(self, text: str) -> Frame:
         """Parse a frame, a large one in a thread.
@@ -228,7 +286,8 @@ class Connection(SocketConnection[Outbox]):
         elif command is None or not command.is_free:
             context, by_size = self.context, command is not None and command.by_size
             n_chars = context.sessions.session_chars(self.client, frame.session_id or "") if by_size else 0
-            context.operations.charge(self.client_id, n_chars=n_chars, n_frame_chars=frame.n_chars)
+            n_units = 1 if command is None else command.n_units
+            context.operations.charge(self.client_id, n_units=n_units, n_chars=n_chars, n_frame_chars=frame.n_chars)
             self._delay_s = context.operation_delay_s(self.client_id)
 
     def _admit(self, command: Command, request: Request) -> None:
@@ -237,7 +296,7 @@ class Connection(SocketConnection[Outbox]):
         Raises:
             InferenceCenterError: ``unknown_op``, ``forbidden`` or ``engine_unavailable``.
         """
-        if not self.v1 and not request.dagger:
+        if not self.v1 and not request.first_protocol:
             raise InferenceCenterError(
                 ErrorCode.UNKNOWN_OP,
                 "the first protocol does not have this op",
@@ -311,7 +370,14 @@ class Connection(SocketConnection[Outbox]):
         self._embeddings.discard(job)
         self._leave_if_drained()
 
+    def tail_log(self, level: str | None) -> None:
+        """Send the log from a level on, in place of an earlier subscription; ``None`` ends it."""
+        if self._log_tail is not None:
+            self._log_tail.stop()
+        self._log_tail = None if level is None else LogTail(self.send, level=level)
+
     def _release(self) -> None:
+        self.tail_log(None)
         for job in tuple(self._embeddings):
             job.abort()
         self.context.feed.unsubscribe(self)

@@ -1,4 +1,4 @@
-"""Replies to ``status``: a client's own share, or the whole daemon for an operator. Pure."""
+"""Op ``status``: a client's own share, or the whole daemon for an operator."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from inferencecenter.hardware.pressure import MAIN_MEMORY
+from inferencecenter.protocol import events, requests
+from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inferencecenter.api.websocket.connection import Connection
     from inferencecenter.hardware.pressure import Pressure
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import SessionSummary, StatusType
     from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.journal import StorageFault
@@ -19,6 +23,26 @@ if TYPE_CHECKING:
 
 Values: TypeAlias = dict[str, float | int | str | None]
 """Readings by name, as in the protocol."""
+
+
+def status(connection: Connection, request: requests.Status) -> Event:
+    context, kind = connection.context, request.type
+    engine, fault = context.models.status, context.sessions.fault
+    if Scope.OPERATOR in connection.client.scopes:
+        values = daemon_status(
+            kind,
+            engine=engine,
+            totals=context.sessions.totals(),
+            connections=len(context.hub),
+            fault=fault,
+            pressure=context.pressure(),
+        )
+        return events.Status(type=kind, values=values, plan=context.models.plan if kind == "model" else None)
+    page = context.sessions.list(connection.client, requests.ListSessions(op="list_sessions", limit=1000))
+    values = client_status(
+        kind, client=connection.client, sessions=page.sessions, engine=engine, storable=fault is None
+    )
+    return events.Status(type=kind, values=values)
 
 
 def daemon_status(  # noqa: PLR0913 - all by name

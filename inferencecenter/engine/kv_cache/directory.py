@@ -6,11 +6,15 @@ import os
 import re
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from inferencecenter.engine.kv_cache.record import RecordError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+_Adopted = TypeVar("_Adopted")
 _NAME = re.compile(r"kv-[0-9a-f]{32}\.(ram|disk|part)")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -46,13 +50,39 @@ def list_parked(path: Path, *suffixes: str) -> tuple[list[Path], list[Path]]:
     return sound, strange
 
 
+def adopt(path: Path, *suffixes: str, read: Callable[[Path], _Adopted]) -> tuple[list[_Adopted], list[str]]:
+    """Read our files with one of ``suffixes``; return what ``read`` made of them, and why the others were deleted.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    adopted: list[_Adopted] = []
+    faults: list[str] = []
+    sound, strange = list_parked(path, *suffixes)
+    for each in strange:
+        delete(each)
+        faults.append("it is no plain file")
+    for each in sound:
+        try:
+            adopted.append(read(each))
+        except (RecordError, OSError) as error:
+            delete(each)
+            faults.append(str(error))
+    return adopted, faults
+
+
+def clear(path: Path, *suffixes: str) -> None:
+    """Delete our files with one of ``suffixes``.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    for files in list_parked(path, *suffixes):
+        for each in files:
+            delete(each)
+
+
 def delete(path: Path) -> None:
     """Delete a file, ignoring errors."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-def deleted(path: Path, reason: str) -> str:
-    """Delete a file, ignoring errors, and return ``reason``."""
-    delete(path)
-    return reason

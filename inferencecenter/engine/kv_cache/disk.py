@@ -104,15 +104,7 @@ class DiskTier:
         Raises:
             OSError: The directory cannot be read.
         """
-        left: list[Record] = []
-        sound, strange = directory.list_parked(self._path, ".disk", ".part")
-        faults = [directory.deleted(path, "it is no plain file") for path in strange]
-        for path in sound:
-            try:
-                left.append(self._adopted(path))
-            except (RecordError, OSError) as error:
-                faults.append(directory.deleted(path, str(error)))
-        return left, faults
+        return directory.adopt(self._path, ".disk", ".part", read=self._adopted)
 
     def clear(self) -> None:
         """Delete an earlier engine's files.
@@ -120,9 +112,7 @@ class DiskTier:
         Raises:
             OSError: The directory cannot be read.
         """
-        for files in directory.list_parked(self._path, ".disk", ".part"):
-            for path in files:
-                directory.delete(path)
+        directory.clear(self._path, ".disk", ".part")
 
     def _adopted(self, path: Path) -> Record:
         if path.suffix == ".part":

@@ -247,15 +247,7 @@ class RamTier:
             OSError: The directory cannot be read.
         """
         assert self._path is not None
-        left: list[tuple[Mapping, Record]] = []
-        sound, strange = directory.list_parked(self._path, ".ram")
-        faults = [directory.deleted(path, "it is no plain file") for path in strange]
-        for path in sound:
-            try:
-                left.append(_opened(path, self._fingerprint))
-            except (RecordError, OSError) as error:
-                faults.append(directory.deleted(path, str(error)))
-        return left, faults
+        return directory.adopt(self._path, ".ram", read=lambda path: _opened(path, self._fingerprint))
 
     def clear(self) -> None:
         """Delete an earlier engine's files.
@@ -264,9 +256,7 @@ class RamTier:
             OSError: The directory cannot be read.
         """
         assert self._path is not None
-        for files in directory.list_parked(self._path, ".ram"):
-            for path in files:
-                directory.delete(path)
+        directory.clear(self._path, ".ram")
 
     def _best_first(self, need_bytes: int) -> list[Mapping]:
         """Order warm mappings: the smallest that is large enough, then those that need the least growth."""

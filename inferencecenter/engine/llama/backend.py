@@ -22,7 +22,7 @@ from inferencecenter.engine.llama.sampler import NativeSampler
 from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
 from inferencecenter.engine.scheduler.speculation import most_drafts
-from inferencecenter.hardware.host import physical_cores
+from inferencecenter.hardware.memory import physical_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -15,7 +15,7 @@ from inferencecenter.engine.llama.backend import FLASH_ATTENTION, BatchArrays
 from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel, load_model
 from inferencecenter.hardware.gguf import read_gguf
-from inferencecenter.hardware.host import physical_cores
+from inferencecenter.hardware.memory import physical_cores
 from inferencecenter.ipc.messages import PromptSegment
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ REQUEST: Final = StateMachine(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """A turn's tokens and its progress.
+    """A turn's tokens and its progress; not its ``Submit``, whose text is freed once it is tokenized.
 
     ``tokens`` is the prompt followed by the sampled tokens; the first ``kv_tokens`` of them are in the slot's KV, and
     ``cached_tokens`` were when the request got its first slot. A lower ``priority`` goes first, then a lower

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
-from inferencecenter.sessions.output_parsing.json_calls import JsonCalls
-from inferencecenter.sessions.output_parsing.named_calls import NamedCalls
+from inferencecenter.sessions.output_parsing.json_calls import JsonCalls, NamedCalls
 from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
 from inferencecenter.sessions.output_parsing.template_values import schema_of
 

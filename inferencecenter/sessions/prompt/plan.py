@@ -66,9 +66,11 @@ class GeneratedAnswer:
 
 
 def messages_of(request: Infer) -> tuple[ChatMessage, ...]:
+    """Return the messages of a turn's request; none if it is to answer the last message of the history."""
     if request.messages is not None:
         return tuple(request.messages)
-    assert request.prompt is not None, "the request model demands one of the two"
+    if request.prompt is None:
+        return ()
     return (ChatMessage(role="user", content=request.prompt),)
 
 

@@ -10,8 +10,7 @@ import msgspec
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
-from inferencecenter.sessions.output_parsing.json_calls import JsonCalls
-from inferencecenter.sessions.output_parsing.named_calls import NamedCalls
+from inferencecenter.sessions.output_parsing.json_calls import JsonCalls, NamedCalls
 from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
 from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput
 from inferencecenter.sessions.prompt.special_tokens import RenderedText

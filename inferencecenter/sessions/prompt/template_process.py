@@ -1,9 +1,10 @@
 """Runs chat templates in separate processes with CPU, memory and wall-clock limits.
 
 A template can loop forever or exhaust memory in ways that no in-process sandbox detects. Each model's template
-therefore runs in its own process (``template_worker``), started on first use, which renders one conversation at a time
-and serves clients round-robin. The kernel enforces the CPU and memory limits; the daemon kills a process that exceeds
-the wall-clock limit. Invariant: such a failure fails exactly one request, and the next request gets a new process.
+therefore runs in its own process (``template_worker``), started when the model is loaded, which renders one
+conversation at a time and serves clients round-robin. The kernel enforces the CPU and memory limits; the daemon kills a
+process that exceeds the wall-clock limit. Invariant: such a failure fails exactly one request, and the next request
+gets a new process.
 
 A cancelled rendering would block the queue up to those limits. It may continue for about as long as a process takes to
 start, which is the cost of killing it; then it is killed and a replacement is started at once. At most a few processes
@@ -301,7 +302,7 @@ class ProcessRenderer:
         await self._owner.touch(self)
         if self._process is None or self._capabilities is None or not self._process.alive:
             await self.end()
-            self._process = await TemplateProcess.spawn(wall_s=self._limits.wall_s)
+            self._process = await self._owner.process()
             self._capabilities = await self._compile(self._process)
         return self._process, self._capabilities
 
@@ -355,6 +356,25 @@ class TemplateProcessPool:
         self._max_processes = max_processes
         self._renderers: WeakValueDictionary[TemplateSource, ProcessRenderer] = WeakValueDictionary()
         self._started: OrderedDict[ProcessRenderer, None] = OrderedDict()
+        self._spare: TemplateProcess | None = None
+
+    def start_spare(self) -> None:
+        """Start a process for the first template before that is known, while the engine loads the model.
+
+        A process takes about 0.2 s to start, which the first turn after a restart would wait.
+        """
+        self.tasks.spawn(self._start_spare(), name="spare")
+
+    async def process(self) -> TemplateProcess:
+        """Return a process that has no template yet: the spare one, or a new one.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.alive:
+            return spare
+        return await TemplateProcess.spawn(wall_s=self._limits.wall_s)
 
     def of(self, model: ModelInfo) -> ProcessRenderer:
         """Return the renderer of a model's template; see ``PromptRenderers``."""
@@ -384,6 +404,12 @@ class TemplateProcessPool:
         for renderer in self._started:
             await renderer.end()
         self._started.clear()
+        if self._spare is not None:
+            await self._spare.end()
+
+    async def _start_spare(self) -> None:
+        with suppress(OSError):  # the first rendering reports it
+            self._spare = await TemplateProcess.spawn(wall_s=self._limits.wall_s)
 
 
 def _result_of(reply: WorkerReply, capabilities: TemplateCapabilities, *, model: str) -> RenderResult:

@@ -14,19 +14,24 @@ from inferencecenter.sessions.store.database import hint_of, open_reading, open_
 from inferencecenter.sessions.store.loader import SharedRows, read_one, read_pending_output
 from inferencecenter.sessions.store.recorder import Purge, detach_sessions
 from inferencecenter.sessions.store.schema import MIGRATIONS
+from inferencecenter.sessions.store.search_index import has_index, scrub, search_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from inferencecenter.sessions.journal import StoredSession
+    from inferencecenter.sessions.search import FoundSession, SearchHit, SearchTerm
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.sessions.store.rows import Row
 
 # The rows of each session: its own, and the prefix of its bases that it shares.
 _LIST: Final = """
     WITH RECURSIVE held (session, row, messages, turns, pieces) AS (
-        SELECT id, id, 1e99, 1e99, 1e99 FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1)
+        SELECT id, id, 1e99, 1e99, 1e99 FROM (
+            SELECT id FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1) AND (NOT ?2 OR archived)
+            AND (?3 IS NULL OR id > (SELECT id FROM sessions WHERE session_id = ?3)) ORDER BY id LIMIT ?4
+        )
         UNION ALL
         SELECT session, base, min(messages, base_messages), min(turns, base_turns), min(pieces, base_pieces)
         FROM held JOIN sessions ON id = row WHERE base IS NOT NULL
@@ -42,6 +47,7 @@ _LIST: Final = """
         archived
     FROM sessions JOIN counted ON counted.session = id ORDER BY id
 """
+_INDEX_HINT: Final = "A daemon with sessions.search builds it when it starts."
 _ROWS_HINT: Final = "`inferencecenter restore` a backup that has it, or `inferencecenter session purge` it."
 
 
@@ -62,6 +68,17 @@ class SessionLine:
     last_used_at: float
     answering: bool
     archived: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLine:
+    """A session that was found, the time of its last use in Unix seconds, and the texts around the words."""
+
+    session_id: str
+    client_id: str
+    title: str
+    last_used_at: float
+    hits: tuple[SearchHit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +117,18 @@ class Archive:
         with _mapped_errors(path), contextlib.closing(_open(path)) as database:
             yield cls(path, database)
 
-    def sessions(self, client_id: str | None = None) -> list[SessionLine]:
-        """Return the sessions of a client, or all, oldest first."""
-        return [_line(row) for row in self._database.execute(_LIST, (client_id,))]
+    def sessions(
+        self, client_id: str | None = None, *, archived: bool = False, after: str | None = None, limit: int = -1
+    ) -> list[SessionLine]:
+        """Return the sessions of a client, or all, oldest first.
+
+        Args:
+            client_id: The client; ``None`` for all.
+            archived: Only those that are archived.
+            after: Id of the session before the first one.
+            limit: Maximum number; negative for no limit.
+        """
+        return [_line(row) for row in self._database.execute(_LIST, (client_id, archived, after, limit))]
 
     def read(self, session_id: str) -> StoredSession:
         """Return a session.
@@ -124,6 +150,28 @@ class Archive:
         except ValueError as error:
             reason = f"the rows of session {session_id} are inconsistent"
             raise unusable(self._path, reason, hint=_ROWS_HINT) from error
+
+    def search_all(
+        self, terms: Sequence[SearchTerm], client_id: str | None, *, limit: int
+    ) -> tuple[list[FoundLine], float | None]:
+        """Return the sessions of a client, or of all, that have all terms, those used last first.
+
+        Also returns the share of the sessions that is indexed, ``None`` if all are.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable`` without an index.
+        """
+        if not has_index(self._database):
+            raise unusable(self._path, "it has no search index", hint=_INDEX_HINT)
+        query = "SELECT DISTINCT client_id FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1)"
+        found: list[FoundLine] = []
+        indexed: float | None = None
+        for (each,) in self._database.execute(query, (client_id,)).fetchall():
+            result = search_file(self._database, each, terms, after=None, limit=limit)
+            indexed = result.indexed
+            found += [_found_line(each, session) for session in result.found]
+        found.sort(key=lambda line: line.last_used_at, reverse=True)
+        return found[:limit], indexed
 
     def usage(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
         """Return the daily usage of a client, or of each, from a day on, oldest day first."""
@@ -150,6 +198,14 @@ class Archive:
         rows = self._database.execute(f"SELECT session_id FROM sessions WHERE complete AND {column} = ?", (name,))  # noqa: S608
         return [session_id for (session_id,) in rows]
 
+    def n_chars(self, client_id: str) -> int:
+        """Return the characters of the stored messages of a client; those that forks share count once."""
+        query = (
+            "SELECT coalesce(sum(length(content)), 0) FROM messages JOIN sessions ON sessions.id = messages.session"
+            " WHERE client_id = ?"
+        )
+        return int(self._database.execute(query, (client_id,)).fetchone()[0])
+
     def holds(self, kind: PurgeKind, name: str) -> bool:
         """Return whether a purge would delete anything."""
         return bool(self.matches(kind, name) or (kind == "client" and self.usage(name)))
@@ -165,6 +221,7 @@ def purge_file(path: Path, kind: PurgeKind, name: str) -> None:
         with transaction(database):
             detach_sessions(database, Purge(kind, name))
             bases.sweep(database, bases.detached_rows(database))
+            scrub(database)
         checkpoint(database)
 
 
@@ -176,6 +233,17 @@ def truncate_wal(path: Path) -> None:
     """
     with _mapped_errors(path), contextlib.closing(connect(path)) as database:
         checkpoint(database)
+
+
+def _found_line(client_id: str, found: FoundSession) -> FoundLine:
+    session = found.session
+    return FoundLine(
+        session_id=session.config.session_id,
+        client_id=client_id,
+        title=session.config.metadata.get("title", ""),
+        last_used_at=session.last_used_at,
+        hits=found.hits,
+    )
 
 
 def _line(row: Row) -> SessionLine:

@@ -14,8 +14,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
+from pydantic import ValidationError
 
 from inferencecenter.core.sqlite_file import transaction
+from inferencecenter.protocol.values import Preset
 from inferencecenter.sessions.history import MAX_TURN_KEYS, TOKEN_BYTES, History, HistoryView, TurnFailure
 from inferencecenter.sessions.journal import PendingTurn, StoredSession
 from inferencecenter.sessions.output_parsing.assembler import decode_parts
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.bases import Base
 
 _SESSION: Final = (
-    "SELECT session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept, view_resumes_at, facts"
-    " FROM sessions WHERE id = ?"
+    "SELECT session_id, client_id, epoch, seq, created_at, last_used_at, made_by, view_kept, view_resumes_at, facts,"
+    " mcp_calls FROM sessions WHERE id = ?"
 )
 _MESSAGES: Final = "SELECT n, role, content, more FROM messages WHERE session = ? AND n >= ? ORDER BY n"
 _TOKENS: Final = "SELECT n, ids, covered FROM tokens WHERE session = ? AND n >= ? ORDER BY n"
@@ -44,7 +46,7 @@ _MARKS: Final = (
 )
 _TURNS: Final = (
     "SELECT n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens,"
-    " turn_key, ending, note FROM turns WHERE session = ? AND n >= ? ORDER BY n"
+    " ended_at, turn_key, ending, note FROM turns WHERE session = ? AND n >= ? ORDER BY n"
 )
 _BASES: Final = "SELECT DISTINCT base FROM sessions WHERE base IS NOT NULL"
 _ORDER: Final = (
@@ -115,10 +117,11 @@ class LoadedSession:
 
 @dataclass(frozen=True, slots=True)
 class StoreContents:
-    """The readable sessions, oldest first, and the reasons why others are unreadable, by name."""
+    """The readable sessions, oldest first, the reasons why others are unreadable, by name, and presets by client."""
 
     found: list[LoadedSession]
     unreadable: dict[str, str]
+    presets: list[tuple[str, Preset]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,21 @@ def read_all(database: sqlite3.Connection) -> StoreContents:
                 found.append(read_one(database, row, output, shared))
             except Exception as error:  # noqa: BLE001 - a corrupt row can raise anything
                 unreadable[name] = _reason(error)
-    return StoreContents(found, unreadable)
+    return StoreContents(found, unreadable, _read_presets(database))
+
+
+def _read_presets(database: sqlite3.Connection) -> list[tuple[str, Preset]]:
+    """Return the readable presets with their clients; the others are left in the file."""
+    found = []
+    try:
+        for client_id, body in database.execute("SELECT client_id, body FROM presets"):
+            try:
+                found.append((client_id, Preset.model_validate_json(body)))
+            except ValidationError as error:
+                _log.error("preset_unreadable", client=client_id, reason=_reason(error))
+    except sqlite3.Error as error:
+        _log.warning("presets_damaged", reason=_reason(error))
+    return found
 
 
 def session_rows(database: sqlite3.Connection) -> dict[int, str]:
@@ -316,7 +333,8 @@ def read_one(
     held = database.execute(_SESSION, (row,)).fetchone()
     if held is None:
         raise ValueError("its row is missing")
-    session_id, client_id, epoch, seq, created_at, last_used_at, model_fingerprint, kept, resumes_at, config = held
+    session_id, client_id, epoch, seq, created_at, last_used_at, model_fingerprint, kept, resumes_at, *rest = held
+    config, mcp_calls = rest
     read = shared.read(row)
     ends, notes = _answers(read)
     here = PendingOutput() if output is None else output.get(row, PendingOutput())
@@ -335,6 +353,7 @@ def read_one(
         pending_turn=pending_turn,
         notes=notes,
         failures=_failures(database, row),
+        mcp_calls=rows.mcp_calls_of(mcp_calls),
     )
     written = PersistedState(session.history, _ends_of(read.pieces), read.turns, read.first_turn)
     return LoadedSession(session, SessionRow(row, written, pending_turn.spec.turn_id if pending_turn else None))

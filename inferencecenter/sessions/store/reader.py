@@ -11,17 +11,20 @@ import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.sqlite_file import connect_reading
-from inferencecenter.sessions.archive import ArchivedSession, ArchiveSize
+from inferencecenter.sessions.archive import ArchiveSize
 from inferencecenter.sessions.journal import RETRY_LATER_MS, RETRY_SOON_MS
 from inferencecenter.sessions.store import rows
 from inferencecenter.sessions.store.database import is_busy
 from inferencecenter.sessions.store.loader import LoadedSession, SharedRows, read_one
+from inferencecenter.sessions.store.search_index import has_index, search_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from inferencecenter.sessions.archive import SessionOrder
+    from inferencecenter.sessions.archive import ArchivedSession, SessionOrder
+    from inferencecenter.sessions.journal import StoredShare
+    from inferencecenter.sessions.search import SearchResult, SearchTerm
 
 # A row value after which a page begins; the indexes of archived sessions have both orders.
 _PAGE: Final = (
@@ -45,7 +48,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ArchiveReader:
-    """A read-only connection to the file; implements ``ArchiveStore`` but for ``reopen``. All methods block.
+    """A read-only connection to the file; implements ``SessionReader`` but for ``reopen``. All methods block.
 
     Raises:
         InferenceCenterError: Each method: ``storage_unavailable`` if the file cannot be read.
@@ -81,7 +84,19 @@ class ArchiveReader:
         with self._reading() as database:
             values = (client_id, *(after or _FIRST[order]), limit)
             found = database.execute(_PAGES[order], values).fetchall()
-        return tuple(map(_archived_session, found))
+        return tuple(map(rows.archived_session, found))
+
+    def search(
+        self, client_id: str, terms: Sequence[SearchTerm], *, after: tuple[float, str] | None, limit: int
+    ) -> SearchResult | None:
+        """Return up to ``limit`` stored sessions of a client that have all terms, live ones included.
+
+        ``None`` if there is no index.
+        """
+        with self._reading() as database:
+            return (
+                None if not has_index(database) else search_file(database, client_id, terms, after=after, limit=limit)
+            )
 
     def created_at(self, client_id: str, session_id: str) -> float | None:
         """Return when an archived session of a client was created."""
@@ -149,6 +164,25 @@ class ArchiveReader:
             ).fetchall()
         return tuple(session_id for (session_id,) in found)
 
+    def shares(self, client_id: str) -> tuple[StoredShare, ...]:
+        """Return the shares of a client, oldest first."""
+        with self._reading() as database:
+            query = f"SELECT {rows.SHARE_COLUMNS} FROM shares WHERE client_id = ? ORDER BY created_at, share_id"  # noqa: S608
+            return tuple(map(rows.share_of, database.execute(query, (client_id,)).fetchall()))
+
+    def share(self, share_id: str) -> StoredShare | None:
+        """Return a share."""
+        with self._reading() as database:
+            query = f"SELECT {rows.SHARE_COLUMNS} FROM shares WHERE share_id = ?"  # noqa: S608 - columns
+            row = database.execute(query, (share_id,)).fetchone()
+        return None if row is None else rows.share_of(row)
+
+    def shared_messages(self, share_id: str) -> str | None:
+        """Return the messages of a share as JSON."""
+        with self._reading() as database:
+            row = database.execute("SELECT messages FROM shares WHERE share_id = ?", (share_id,)).fetchone()
+        return None if row is None else str(row[0])
+
     def close(self) -> None:
         """Close the connection."""
         database, self._database = self._database, None
@@ -169,14 +203,6 @@ class ArchiveReader:
         except (sqlite3.Error, OSError) as error:
             _log.error("archive_unreadable", path=str(self._path), reason=str(error))
             raise _unreadable(retry_after_ms=RETRY_SOON_MS if is_busy(error) else RETRY_LATER_MS) from error
-
-
-def _archived_session(row: rows.Row) -> ArchivedSession:
-    session_id, facts, n_messages, n_tokens, n_chars, created_at, last_used_at, ttl_s = row
-    config = rows.config_of(facts, session_id=session_id, client_id="", epoch="", created_at=created_at)
-    return ArchivedSession(
-        config=config, n_messages=n_messages, n_tokens=n_tokens, n_chars=n_chars, last_used_at=last_used_at, ttl_s=ttl_s
-    )
 
 
 def _unreadable(*, retry_after_ms: int = RETRY_LATER_MS) -> InferenceCenterError:

@@ -20,13 +20,18 @@ import structlog
 from inferencecenter.core.sqlite_file import checkpoint, transaction
 from inferencecenter.sessions.history import MAX_FAILURES, History
 from inferencecenter.sessions.journal import (
+    ConfigChanged,
     EpochChanged,
     HistoryChanged,
-    MetadataChanged,
+    McpCallsChanged,
+    PresetRemoved,
+    PresetStored,
     Record,
     SessionArchived,
     SessionDeleted,
     SessionOpened,
+    ShareDeleted,
+    ShareRecorded,
     TokensAppended,
     TurnEnded,
     TurnFailed,
@@ -62,7 +67,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Deletes a session, or a client with all its sessions and usage; ``name`` is the id."""
+    """Deletes a session, or a client with all its sessions usage and presets; ``name`` is the id."""
 
     kind: PurgeKind
     name: str
@@ -239,7 +244,7 @@ class Recorder:
                 raise
             raise UnwritableError(entry) from error
 
-    def _apply(self, entry: Entry) -> None:
+    def _apply(self, entry: Entry) -> None:  # noqa: C901 - a case for each kind
         match entry:
             case TokensAppended():
                 self._insert_output([entry])
@@ -253,14 +258,18 @@ class Recorder:
                 self._open_session(entry)
             case HistoryChanged():
                 self._change_history(entry)
-            case MetadataChanged() | EpochChanged() | SessionArchived() | SessionReopened():
+            case ConfigChanged() | McpCallsChanged() | EpochChanged() | SessionArchived() | SessionReopened():
                 self._update_session(entry)
-            case UsageRecorded():
-                self._add_usage(entry)
+            case PresetStored() | PresetRemoved() | UsageRecorded():
+                self._change_client(entry)
+            case ShareRecorded() | ShareDeleted():
+                self._write_share(entry)
             case SessionDeleted() | Purge():
                 self._delete(entry)
 
-    def _update_session(self, entry: MetadataChanged | EpochChanged | SessionArchived | SessionReopened) -> None:
+    def _update_session(
+        self, entry: ConfigChanged | McpCallsChanged | EpochChanged | SessionArchived | SessionReopened
+    ) -> None:
         if isinstance(entry, SessionReopened):
             self._staged[entry.session_id] = entry.location
         changes: dict[str, object]
@@ -268,8 +277,11 @@ class Recorder:
         match entry:
             case EpochChanged():
                 changes = {"epoch": entry.epoch}
-            case MetadataChanged():
+            case ConfigChanged():
                 changes = {"facts": rows.facts_column(entry.config)}
+            case McpCallsChanged():
+                changes = {"mcp_calls": rows.mcp_calls_column(entry.calls)}
+                changes |= {"seq": entry.seq, "last_used_at": entry.last_used_at}
             case SessionReopened():
                 changes = {"archived": 0}
             case SessionArchived():
@@ -278,6 +290,24 @@ class Recorder:
                 self._staged[entry.session_id] = None
         columns = ", ".join(f"{name} = ?" for name in changes)
         self._database.execute(f"UPDATE sessions SET {columns} WHERE id = ?", (*changes.values(), row))  # noqa: S608 - columns
+
+    def _change_client(self, entry: PresetStored | PresetRemoved | UsageRecorded) -> None:
+        match entry:
+            case PresetStored(client_id=client_id, preset=preset):
+                row = (client_id, preset.preset_type, preset.name, preset.model_dump_json(exclude_none=True))
+                self._database.execute("INSERT OR REPLACE INTO presets VALUES (?, ?, ?, ?)", row)
+            case PresetRemoved():
+                key = (entry.client_id, entry.preset_type, entry.name)
+                self._database.execute("DELETE FROM presets WHERE client_id = ? AND preset_type = ? AND name = ?", key)
+            case UsageRecorded():
+                self._add_usage(entry)
+
+    def _write_share(self, entry: ShareRecorded | ShareDeleted) -> None:
+        if isinstance(entry, ShareRecorded):
+            self._database.execute("INSERT INTO shares VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows.share_row(entry))
+        else:
+            values = entry.share_id, entry.client_id
+            self._database.execute("DELETE FROM shares WHERE share_id = ? AND client_id = ?", values)
 
     def _delete(self, entry: SessionDeleted | Purge) -> None:
         purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)
@@ -507,7 +537,7 @@ class Recorder:
 
 _INSERT_TURN: Final = (
     "INSERT INTO turns (session, n, turn_id, finish_reason, messages, prompt_tokens, cached_tokens, completion_tokens,"
-    " reasoning_tokens, turn_key, ending, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " reasoning_tokens, ended_at, turn_key, ending, note) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
 
@@ -516,7 +546,7 @@ def session_of(entry: Entry) -> str | None:
     match entry:
         case SessionOpened(config=config) | OpenedChunk(record=SessionOpened(config=config)):
             return config.session_id
-        case UsageRecorded() | Purge():
+        case UsageRecorded() | PresetStored() | PresetRemoved() | Purge() | ShareDeleted():
             return None
         case _:
             return entry.session_id
@@ -537,8 +567,10 @@ def detach_sessions(database: sqlite3.Connection, purge: Purge) -> list[tuple[in
     found: list[tuple[int, str]] = database.execute(query, (purge.name,)).fetchall()
     for row, _ in found:
         bases.detach(database, row)
+    database.execute(f"DELETE FROM shares WHERE {which}", (purge.name,))  # noqa: S608 - two columns
     if purge.kind == "client":
         database.execute("DELETE FROM usage WHERE client_id = ?", (purge.name,))
+        database.execute("DELETE FROM presets WHERE client_id = ?", (purge.name,))
     return found
 
 

@@ -11,18 +11,31 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.params import Params, decode, encode
 from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.values import ChatMessage, Mode, OnDisconnect, OnFull, Priority, TranscriptTurn
+from inferencecenter.protocol.values import (
+    ChatMessage,
+    McpCallStatus,
+    Mode,
+    OnDisconnect,
+    OnFull,
+    Priority,
+    TranscriptTurn,
+)
+from inferencecenter.sessions.archive import ArchivedSession
 from inferencecenter.sessions.context import SessionConfig
 from inferencecenter.sessions.history import HistoryView, TurnCheckpoint
+from inferencecenter.sessions.journal import StoredShare
 from inferencecenter.sessions.turn import TurnSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inferencecenter.sessions.journal import ShareRecorded
+
 Row: TypeAlias = tuple[Any, ...]
 
 _MESSAGES: Final = TypeAdapter(tuple[ChatMessage, ...])
 _TURNS: Final = TypeAdapter(tuple[TranscriptTurn, ...])
+_MCP_CALLS: Final = TypeAdapter(tuple[McpCallStatus, ...])
 _TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 
 
@@ -44,6 +57,33 @@ class _Facts(BaseModel):
     metadata: dict[str, str]
 
 
+SHARE_COLUMNS: Final = "share_id, session_id, client_id, secret_sha256, title, created_at, expires_at, n_messages"
+
+
+def share_row(share: ShareRecorded) -> Row:
+    """Return the columns of a share, with its messages as JSON."""
+    return (
+        *(share.share_id, share.session_id, share.client_id, share.secret_sha256, share.title),
+        *(share.created_at, share.expires_at, share.n_messages),
+        _MESSAGES.dump_json(share.messages, exclude_none=True).decode(),
+    )
+
+
+def share_of(row: Row) -> StoredShare:
+    """Return a share from ``SHARE_COLUMNS``."""
+    share_id, session_id, client_id, secret_sha256, title, created_at, expires_at, n_messages = row
+    return StoredShare(
+        share_id=share_id,
+        session_id=session_id,
+        client_id=client_id,
+        secret_sha256=secret_sha256,
+        title=title,
+        created_at=created_at,
+        expires_at=expires_at,
+        n_messages=n_messages,
+    )
+
+
 def facts_column(config: SessionConfig) -> str:
     values = {name: getattr(config, name) for name in _Facts.model_fields}
     return _Facts(**values | {"chosen": tuple(sorted(config.chosen))}).model_dump_json(exclude_unset=True)
@@ -59,6 +99,23 @@ def config_of(column: str, *, session_id: str, client_id: str, epoch: str, creat
         store=True,
         created_at=created_at,
         **vars(facts) | {"chosen": frozenset(facts.chosen)},
+    )
+
+
+def mcp_calls_column(calls: tuple[McpCallStatus, ...]) -> str | None:
+    return _MCP_CALLS.dump_json(calls).decode() if calls else None
+
+
+def mcp_calls_of(column: str | None) -> tuple[McpCallStatus, ...]:
+    return () if column is None else _MCP_CALLS.validate_json(column)
+
+
+def archived_session(row: Sequence[Any]) -> ArchivedSession:
+    """Return a session of a listing from its id, the column ``facts``, its sizes, times and idle limit."""
+    session_id, facts, n_messages, n_tokens, n_chars, created_at, last_used_at, ttl_s = row
+    config = config_of(facts, session_id=session_id, client_id="", epoch="", created_at=created_at)
+    return ArchivedSession(
+        config=config, n_messages=n_messages, n_tokens=n_tokens, n_chars=n_chars, last_used_at=last_used_at, ttl_s=ttl_s
     )
 
 
@@ -90,9 +147,9 @@ def _object(column: str | None) -> dict[str, object]:
 
 
 def turn_row(turn: TranscriptTurn) -> Row:
-    """Return the columns from ``turn_id`` to ``completion_tokens``, and ``reasoning_tokens``."""
+    """Return the columns from ``turn_id`` to ``completion_tokens``, ``reasoning_tokens`` and ``ended_at``."""
     tokens = (getattr(turn.usage, name) for name in _TOKENS)
-    return (turn.turn_id, turn.finish_reason, turn.messages, *tokens)
+    return (turn.turn_id, turn.finish_reason, turn.messages, *tokens, turn.ended_at)
 
 
 def turns_of(rows: Sequence[Row]) -> tuple[TranscriptTurn, ...]:
@@ -103,8 +160,9 @@ def turns_of(rows: Sequence[Row]) -> tuple[TranscriptTurn, ...]:
                 "finish_reason": finish_reason,
                 "messages": messages,
                 "usage": dict(zip(_TOKENS, tokens, strict=True)),
+                "ended_at": ended_at,
             }
-            for turn_id, finish_reason, messages, *tokens in rows
+            for turn_id, finish_reason, messages, *tokens, ended_at in rows
         )
     )
 

@@ -44,6 +44,8 @@ _WHOLE: Final[Mapping[str, Value]] = MappingProxyType(
 # Idempotency keys belong to the session that received them.
 _NO_ANSWER: Final[Mapping[str, Value]] = MappingProxyType({"turn_key": None, "ending": None})
 _ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
+# Settings of the full-text index (``search_index``), whose rows have the types of those that name sessions.
+_SEARCH_SETTINGS: Final = frozenset({("version", 4), ("automerge", 0), ("crisismerge", 64)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,11 @@ _TABLES: Final = (
     _table(
         "sessions",
         "id session_id client_id epoch seq created_at last_used_at made_by view_kept view_resumes_at facts complete"
-        " base base_messages base_pieces base_marks base_turns base_keys archived n_messages n_tokens n_chars ttl_s",
-        f"nttti{_NUMBER}{_NUMBER}tiiti?([in]i{{5}}(i{{4}}[ifn])?)?",
+        " base base_messages base_pieces base_marks base_turns base_keys archived n_messages n_tokens n_chars ttl_s"
+        " mcp_calls",
+        f"nttti{_NUMBER}{_NUMBER}tiiti?([in]i{{5}}(i{{4}}[ifn][tn]?)?)?",
         has_row=True,
-        defaults=(1, None, 0, 0, 0, 0, 0, 0, 0, 0, 0, None),
+        defaults=(1, None, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, None),
     ),
     _table(
         "orders",
@@ -85,9 +88,9 @@ _TABLES: Final = (
     _table(
         "turns",
         "session n turn_id finish_reason messages prompt_tokens cached_tokens completion_tokens turn_key ending note"
-        " reasoning_tokens",
-        "iittiiii[tn][tn]t?i?",
-        defaults=("", 0),
+        " reasoning_tokens ended_at",
+        "iittiiii[tn][tn]t?i?[ifn]?",
+        defaults=("", 0, None),
     ),
     _table(
         "marks",
@@ -102,6 +105,7 @@ _TABLES: Final = (
         "client_id token_id day turns prompt_tokens cached_tokens completion_tokens",
         "tttiiii",
     ),
+    _table("presets", "client_id preset_type name body", "tttt"),
 )
 
 
@@ -148,11 +152,12 @@ class SalvageReport:
 
 @dataclass(slots=True)
 class _Found:
-    """The rows of a file: of each table by session, usage, and the names of sessions and clients from indexes."""
+    """The rows of a file: of each table by session, those of clients, and the names of both from indexes."""
 
     sessions: dict[int, dict[str, Value]] = field(default_factory=dict)
     of_session: dict[str, defaultdict[int, list[dict[str, Value]]]] = field(default_factory=dict)
     usage: list[tuple[Value, ...]] = field(default_factory=list)
+    presets: list[tuple[Value, ...]] = field(default_factory=list)
     names: dict[int, set[str]] = field(default_factory=dict)
     incomplete: dict[int, dict[str, Value]] = field(default_factory=dict)
 
@@ -217,6 +222,7 @@ def salvage(path: Path, made: Path) -> SalvageReport:
                 if not found.is_base(row):
                     _save(database, row, found, report)
             database.executemany("INSERT OR IGNORE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?)", found.usage)
+            database.executemany("INSERT OR IGNORE INTO presets VALUES (?, ?, ?, ?)", found.presets)
             # Clients may have received more events: the file must not look cleanly closed.
             database.execute("UPDATE meta SET clean = 0")
         checkpoint(database)
@@ -244,7 +250,7 @@ def _sort_rows(rows: Iterable[StoredRow]) -> _Found:
         elif row.row is None and kinds == "ttiiii":
             client_id, *usage = row.values
             found.usage.append((client_id, "", *usage))
-        elif row.row is None and kinds == "ti":
+        elif row.row is None and kinds == "ti" and row.values not in _SEARCH_SETTINGS:
             name, session = row.values
             found.names.setdefault(_int(session), set()).add(str(name))
     return found
@@ -255,6 +261,9 @@ def _add_row(found: _Found, table: _Table, row: StoredRow) -> None:
     values = (*row.values, *table.defaults[len(table.defaults) - n_missing :]) if n_missing else row.values
     if table.name == "usage":
         found.usage.append(values)
+        return
+    if table.name == "presets":
+        found.presets.append(values)
         return
     named = dict(zip(table.columns, values, strict=True))
     if table.name == "sessions":

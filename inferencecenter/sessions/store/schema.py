@@ -200,4 +200,42 @@ MIGRATIONS: Final[Steps] = (
         "CREATE INDEX sessions_archived ON sessions (client_id, created_at, session_id) WHERE archived",
         "CREATE INDEX sessions_archived_by_use ON sessions (client_id, last_used_at, session_id) WHERE archived",
     ),
+    (
+        # Tool calls that ran on MCP servers when this was written, or whose outcome is unknown, as JSON.
+        "ALTER TABLE sessions ADD COLUMN mcp_calls TEXT",
+    ),
+    (
+        # What clients keep by name; ``body`` is a ``Preset`` as JSON.
+        """
+        CREATE TABLE presets (
+            client_id TEXT NOT NULL,
+            preset_type TEXT NOT NULL,
+            name TEXT NOT NULL,
+            body TEXT NOT NULL,
+            PRIMARY KEY (client_id, preset_type, name)
+        ) STRICT, WITHOUT ROWID
+        """,
+    ),
+    (
+        # Share links. ``messages`` is the snapshot, as JSON. By the session's id, as its row may change.
+        """
+        CREATE TABLE shares (
+            share_id TEXT PRIMARY KEY,
+            session_id TEXT NOT NULL,
+            client_id TEXT NOT NULL,
+            secret_sha256 BLOB NOT NULL,
+            title TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            expires_at REAL,
+            n_messages INTEGER NOT NULL,
+            messages TEXT NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX shares_by_client ON shares (client_id)",
+        "CREATE INDEX shares_by_session ON shares (session_id)",
+    ),
+    (
+        # Unix seconds; null for turns that ended before there was this column.
+        "ALTER TABLE turns ADD COLUMN ended_at REAL",
+    ),
 )

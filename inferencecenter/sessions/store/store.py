@@ -32,8 +32,10 @@ from inferencecenter.sessions.history import chars_of
 from inferencecenter.sessions.journal import (
     RETRY_LATER_MS,
     HistoryChanged,
+    PresetStored,
     SessionDeleted,
     SessionOpened,
+    ShareRecorded,
     StorageFault,
     TokensAppended,
     TurnEnded,
@@ -44,6 +46,7 @@ from inferencecenter.sessions.store.database import open_file
 from inferencecenter.sessions.store.loader import LoadedSession, StoreContents, archive_unused, read_all
 from inferencecenter.sessions.store.reader import ArchiveReader
 from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, Purge, Recorder, SessionReopened
+from inferencecenter.sessions.store.search_index import SearchMaintenance, prepare_index
 from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, StoreWriter, WriteBatch
 
 if TYPE_CHECKING:
@@ -91,6 +94,10 @@ def size_of(entry: Entry) -> int:
             content = _size_from(history, history.turns[-1].n_messages if history.turns else 0)
         case TurnQueued(spec=spec):
             content = len(spec.request.prompt or "") + sum(map(_message_size, spec.request.messages or ()))
+        case PresetStored(preset=preset):
+            content = len(preset.text or preset.system or "")
+        case ShareRecorded(messages=messages):
+            content = sum(map(_message_size, messages))
         case SessionDeleted(n_chars=n_chars):
             content = min(n_chars, CHUNK_BYTES)
         case _:
@@ -253,22 +260,26 @@ class SessionStore:
     written, and nothing is held back.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         path: Path,
         *,
         database: sqlite3.Connection | None,
         fault: StorageFault | None,
+        search: bool = True,
         retry_s: float = RETRY_S,
         probe_s: float = PROBE_S,
     ) -> None:
         self.was_clean = database is None or _is_clean(database)
+        has_index = False
         if database is not None and fault is None:
             _archive_unused(database, clean=self.was_clean)
+            has_index = _prepare_index(database, is_wanted=search)
         contents = read_all(database) if database is not None else StoreContents([], {})
         self.reader = _StoreReader(self, path)
         for name, reason in contents.unreadable.items():
             _log.error("session_unreadable", session=name, reason=reason)
+        self.presets = contents.presets
         self._kept = [each.session for each in contents.found]
         self._fault = fault
         self._queue = WriteQueue()
@@ -288,6 +299,7 @@ class SessionStore:
                 path,
                 database=database,
                 recorder=recorder,
+                search=SearchMaintenance(database) if has_index else None,
                 identity=self.identity,
                 committed=self._committed,
                 fault_changed=self._fault_changed,
@@ -298,11 +310,14 @@ class SessionStore:
             database.close()
 
     @classmethod
-    def open(cls, path: Path, *, retry_s: float = RETRY_S, probe_s: float = PROBE_S) -> SessionStore:
+    def open(
+        cls, path: Path, *, search: bool = True, retry_s: float = RETRY_S, probe_s: float = PROBE_S
+    ) -> SessionStore:
         """Open or create the file at ``path``, private to its owner, and load it. Blocks; call before the loop runs.
 
         Args:
             path: The SQLite file.
+            search: Whether texts are indexed; if not, an existing index is deleted.
             retry_s: Seconds between retries while it cannot be written.
             probe_s: Seconds between checks of an idle file.
 
@@ -311,7 +326,7 @@ class SessionStore:
                 locks. Any other fault does not raise: see ``fault``.
         """
         file = open_file(path)
-        return cls(path, database=file.database, fault=file.fault, retry_s=retry_s, probe_s=probe_s)
+        return cls(path, database=file.database, fault=file.fault, search=search, retry_s=retry_s, probe_s=probe_s)
 
     def load(self) -> list[StoredSession]:
         """Return all sessions as of ``open``, oldest first; once."""
@@ -477,7 +492,7 @@ class _ClientJournal:
 
 
 class _StoreReader(ArchiveReader):
-    """Reads archived sessions, and records those that are live again; implements ``ArchiveStore``."""
+    """Reads archived sessions, and records those that are live again; implements ``SessionReader``."""
 
     def __init__(self, store: SessionStore, path: Path) -> None:
         super().__init__(path)
@@ -495,6 +510,15 @@ def _archive_unused(database: sqlite3.Connection, *, clean: bool) -> None:
     except sqlite3.Error as error:
         # All are loaded then; the next start tries again.
         _log.warning("unused_sessions_not_archived", reason=str(error))
+
+
+def _prepare_index(database: sqlite3.Connection, *, is_wanted: bool) -> bool:
+    try:
+        return prepare_index(database, is_wanted=is_wanted)
+    except sqlite3.Error as error:
+        # Nothing was changed; the next start tries again.
+        _log.warning("search_index_not_prepared", reason=str(error))
+        return False
 
 
 def _sweep(recorder: Recorder) -> None:

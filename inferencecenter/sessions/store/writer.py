@@ -24,15 +24,17 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import structlog
 
 from inferencecenter.core.sqlite_file import MAX_WAL_BYTES, FileMovedError, checkpoint
-from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
+from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault, TokensAppended
 from inferencecenter.sessions.store.database import fault_of, hint_of, is_full, reason_of
-from inferencecenter.sessions.store.recorder import UnwritableError, session_of
+from inferencecenter.sessions.store.recorder import Purge, UnwritableError, session_of
+from inferencecenter.sessions.store.search_index import PAUSE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.core.sqlite_file import FileIdentity
     from inferencecenter.sessions.store.recorder import Entry, Recorder
+    from inferencecenter.sessions.store.search_index import SearchMaintenance
 
 
 RESERVE_BYTES: Final = MAX_WAL_BYTES
@@ -130,6 +132,7 @@ class StoreWriter:
         path: Path of the file, for the log and the disk reserve.
         database: The connection of ``recorder``.
         recorder: Writes the entries.
+        search: Maintains the full-text index, if there is one.
         identity: Identity of the opened file.
         committed: Called on this thread with each committed batch.
         fault_changed: Called on this thread when ``fault`` changes.
@@ -146,6 +149,7 @@ class StoreWriter:
         *,
         database: sqlite3.Connection,
         recorder: Recorder,
+        search: SearchMaintenance | None,
         identity: FileIdentity,
         committed: Callable[[WriteBatch], None],
         fault_changed: Callable[[], None],
@@ -155,6 +159,7 @@ class StoreWriter:
         self._path = path
         self._database = database
         self._recorder = recorder
+        self._search = search
         self._identity = identity
         self._committed = committed
         self._fault_changed = fault_changed
@@ -217,12 +222,19 @@ class StoreWriter:
         return taken
 
     def _next(self) -> WriteBatch | Stop:
-        """Return the next item; check the file periodically while there is none."""
+        """Return the next item; maintain the index and check the file while there is none."""
+        search = self._search
+        if search is not None and search.is_overdue and self.fault is None:
+            search.step()
         while True:
+            is_due = search is not None and search.is_due and self.fault is None
             try:
-                return self._queue.get(timeout=self._probe_s)
+                return self._queue.get(timeout=PAUSE_S if is_due else self._probe_s)
             except Empty:
-                self._try(WriteBatch())
+                if search is not None and is_due:
+                    search.step()
+                else:
+                    self._try(WriteBatch())
 
     def _write(self, batch: WriteBatch) -> bool:
         """Write the batch with retries; ``False`` once writing was abandoned."""
@@ -271,6 +283,8 @@ class StoreWriter:
         while batch.entries or self._recorder.unswept:
             try:
                 self._recorder.commit(batch.entries, durable=batch.durable)
+                if self._search is not None and not all(isinstance(each, TokensAppended) for each in batch.entries):
+                    self._search.note_changes(is_purge=any(isinstance(each, Purge) for each in batch.entries))
                 break
             except UnwritableError as refused:
                 session_id = session_of(refused.entry)

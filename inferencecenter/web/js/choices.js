@@ -2,13 +2,26 @@
 /** The user's choices for a conversation: system prompt, model, parameters, the form of answers. */
 
 import { signal } from "../vendor/signals-core.js";
+import { known, t } from "./i18n.js";
 import { forgetAll, keep, kept } from "./storage.js";
 import { WireError } from "./wire/errors.js";
 
 /**
  * @typedef {{kind: "none" | "json_schema" | "regex" | "grammar", text: string}} Form
- * @typedef {{system: string, model: string, params: Record<string, unknown>, form: Form}} Choices
+ * @typedef {{name: string, description: string, parameters: Record<string, unknown> | null, allowed: boolean}} UserTool
+ *   Its calls are answered by hand; `allowed` if the model may call it.
+ * @typedef {object} Choices
+ * @property {string} system
+ * @property {string} model
+ * @property {Record<string, unknown>} params
+ * @property {Form} form
+ * @property {readonly UserTool[]} tools  Those that the user defined.
+ * @property {readonly string[]} servers  MCP servers whose tools the model may call.
+ * @property {readonly string[]} approved  Tools that run without a question, as `server/tool`.
  */
+
+/** @type {Choices} */
+const NONE = { system: "", model: "", params: {}, form: { kind: "none", text: "" }, tools: [], servers: [], approved: [] };
 
 const changes = signal(0);
 
@@ -20,7 +33,7 @@ const changes = signal(0);
  */
 export function choicesOf(id) {
   changes.value;
-  return { system: "", model: "", params: {}, form: { kind: "none", text: "" }, ...kept(choicesKey(id), {}) };
+  return { ...NONE, ...kept(choicesKey(id), {}) };
 }
 
 /**
@@ -51,13 +64,36 @@ function choicesKey(id) {
  * Returns the fields of `infer` for these choices.
  *
  * @param {Choices} chosen
- * @returns {object}
+ * @returns {{tools?: import("./wire/types.js").Tool[]}}
  * @throws {WireError} The JSON schema is not valid JSON.
  */
-export function turnFields({ params, form }) {
-  const fields = Object.keys(params).length > 0 ? { params } : {};
+export function turnFields({ params, form, tools }) {
+  const offered = wireTools(tools);
+  const fields = { ...(Object.keys(params).length > 0 && { params }), ...(offered.length > 0 && { tools: offered }) };
   if (form.kind === "none" || !form.text.trim()) return fields;
   return { ...fields, [form.kind]: form.kind === "json_schema" ? schemaOf(form.text) : form.text };
+}
+
+/**
+ * Returns the allowed tools as the protocol has them.
+ *
+ * @param {readonly UserTool[]} tools
+ * @returns {import("./wire/types.js").Tool[]}
+ */
+export function wireTools(tools) {
+  return tools.filter(({ allowed }) => allowed).map(({ name, description, parameters }) => ({
+    name, strict: false, ...(description && { description }), ...(parameters && { parameters }),
+  }));
+}
+
+/**
+ * Returns a parameter's display name.
+ *
+ * @param {{name: string}} parameter
+ */
+export function labelOf({ name }) {
+  const text = known("param", name) ?? name.replaceAll("_", " ");
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 /** @param {string} text */
@@ -65,7 +101,7 @@ function schemaOf(text) {
   try {
     return JSON.parse(text);
   } catch (error) {
-    const message = `The JSON schema is not valid JSON: ${/** @type {Error} */ (error).message}`;
-    throw new WireError({ code: "invalid_request", message, hint: "Correct it in the conversation's settings." });
+    const message = t("form.invalid_schema", { why: /** @type {Error} */ (error).message });
+    throw new WireError({ code: "invalid_request", message, hint: t("form.correct") });
   }
 }

@@ -3,25 +3,34 @@
 
 import { batch, effect, signal } from "../vendor/signals-core.js";
 import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
-import { keepDraft, moveDraft } from "./drafts.js";
-import { enlist, mark, readList, readUsage, rename, sessions, strike, titleOfSession, touch, unread, usage } from "./list.js";
+import { dropDraft, moveDraft } from "./drafts.js";
+import { number, t } from "./i18n.js";
+import { enlist, mark, noteModel, readList, readUsage, rename, sessions, strike, titleOfSession, touch, unread, usage } from "./list.js";
 import { dropSpeeds, noteSpeed } from "./storage.js";
 import { attempt, failure, hello, link, view } from "./state.js";
 import { versionFields, versionsOf } from "./versions.js";
-import { asWireError } from "./wire/errors.js";
+import { WireError, asWireError } from "./wire/errors.js";
 import { Session } from "./wire/session.js";
-import { before, titleOf } from "./wire/transcript.js";
+import { before, titleOf, withFiles } from "./wire/transcript.js";
 
 /** @typedef {import("./wire/link.js").Link} Link */
 
 /** The conversation that is shown. */
 export const current = signal(/** @type {Session | null} */ (null));
 
+/** A turn of a session to which its view scrolls, once it has it. */
+export const sought = signal(/** @type {{id: string, turnId: string} | null} */ (null));
+
+/** The version that was made last, the session of the one before, and the title that it had; null when that is settled. */
+export const newVersion = signal(/** @type {{session: Session, before: string, title: string} | null} */ (null));
+
 /** @type {Map<string, Session>} */
 const open = new Map();
 /** States in which a session's events do not come to this page. */
 const LEFT = new Set(["detached", "gone"]);
 const LOOK_AGAIN_MS = 5000;
+/** Of a frame beside the fields of the message. */
+const FRAME_BYTES = 1024;
 let nextRefresh = 0;
 /** @type {Map<string, Record<string, unknown>>}  The latest default parameters of a new session, by model name. */
 const defaults = new Map();
@@ -67,37 +76,63 @@ export function newChatInstead() {
  * Shows a session, reading it first if necessary.
  *
  * @param {string} id
+ * @param {string} [turnId]  Of the turn to show; the last one by default.
  */
-export function openSession(id) {
+export function openSession(id, turnId) {
   const there = link.peek();
   if (!there) return;
+  sought.value = turnId === undefined ? null : { id, turnId };
   const session = open.get(id) ?? follow(id, new Session(there, id));
   show(session);
   if (session.state.peek() === "away") session.resume();
 }
 
 /**
- * Sends a message in the shown conversation; returns whether its settings are valid.
+ * Sends a message in the shown conversation; returns whether its settings are valid, and it fits into a frame.
  *
  * @param {string} text
+ * @param {readonly import("./wire/transcript.js").AttachedFile[]} [files]
  */
-export function ask(text) {
+export function ask(text, files = []) {
   const session = current.peek();
   if (!session) return false;
+  const content = withFiles(files, text);
   try {
-    turnFields(choicesOf(session.id.peek()));
+    checkSize({ ...turnFields(choicesOf(session.id.peek())), content });
   } catch (error) {
     failure.value = asWireError(error);
     return false;
   }
-  attempt(() => askAgain(session, [{ role: "user", content: text }]));
+  attempt(() => askAgain(session, [{ role: "user", content }]));
   return true;
+}
+
+/**
+ * @param {object} fields  Of a message that is to be sent.
+ * @throws {WireError} They do not fit into a frame.
+ */
+function checkSize(fields) {
+  const room = messageRoom();
+  const size = new TextEncoder().encode(JSON.stringify(fields)).length;
+  if (size <= room) return;
+  const message = t("files.message_too_large", { size: kib(size), room: kib(room) });
+  throw new WireError({ code: "message_too_large", message, hint: t("files.message_hint") });
+}
+
+/** Returns how many bytes of JSON a message may have. */
+export function messageRoom() {
+  return (hello.peek()?.limits.max_frame_bytes ?? 2 ** 20) - FRAME_BYTES;
+}
+
+/** @param {number} bytes */
+export function kib(bytes) {
+  return `${number(Math.ceil(bytes / 1024))} KiB`;
 }
 
 /** Aborts the running answer of the shown conversation; returns whether there was one. */
 export function stopStreaming() {
   const session = current.peek();
-  if (view.peek() !== "chat" || !session?.live.peek() || LEFT.has(session.state.peek())) return false;
+  if (view.peek() !== "chat" || !session?.running || LEFT.has(session.state.peek())) return false;
   session.stop();
   return true;
 }
@@ -112,7 +147,9 @@ export async function askAgain(session, asked) {
   const chosen = choicesOf(session.id.peek());
   const title = titleOf(asked.at(-1)?.content ?? "");
   const draft = session.id.peek() === null;
-  await session.ask(asked, turnFields(chosen), () => ({
+  const own = turnFields(chosen);
+  const fields = { ...own, ...(await serverToolFields(chosen, own.tools ?? [])) };
+  await session.ask(asked, fields, () => ({
     metadata: { title },
     ...(chosen.system.trim() && { system: chosen.system }),
     ...(chosen.model && { model: chosen.model }),
@@ -121,6 +158,23 @@ export async function askAgain(session, asked) {
   if (draft && id !== null) adopt(session, id, title, chosen);
   else if (draft) readUsage();
   else if (id !== null) touch(id);
+}
+
+/**
+ * Returns the fields of `infer` that offer the tools of the chosen servers too; those that cannot be listed are reported.
+ *
+ * @param {import("./choices.js").Choices} chosen
+ * @param {readonly import("./wire/types.js").Tool[]} own  The user's tools.
+ */
+async function serverToolFields({ servers }, own) {
+  if (servers.length === 0) return {};
+  try {
+    const { offeredTools } = await import("./tools.js");
+    return { tools: [...own, ...(await offeredTools(servers, own))] };
+  } catch (error) {
+    failure.value = asWireError(error);
+    return {};
+  }
 }
 
 /**
@@ -139,6 +193,7 @@ export async function askInVersion(session, index, asked) {
     return;
   }
   await attempt(async (there) => {
+    const titleBefore = titleOfSession(id);
     const followsQuestion = index === 0 && titleOfSession(id) === titleOf(turns[0].asked.at(-1)?.content ?? "");
     const title = followsQuestion ? titleOf(asked.at(-1)?.content ?? "") : titleOfSession(id);
     const made = await there.request("fork_session", { session_id: id, turn: last });
@@ -149,9 +204,24 @@ export async function askInVersion(session, index, asked) {
     const version = follow(made.session_id, new Session(there, made.session_id));
     version.preview(session, index);
     show(version);
+    newVersion.value = { session: version, before: id, title: titleBefore };
     version.resume();
     await askAgain(version, asked);
     if (followsQuestion) await rename(made.session_id, title);
+  });
+}
+
+/** Shows the version before the newest one, which is deleted. */
+export async function undoVersion() {
+  const made = newVersion.peek();
+  const id = made?.session.id.peek();
+  if (!made || !id) return;
+  newVersion.value = null;
+  openSession(made.before);
+  await attempt(async (there) => {
+    await there.request("close_session", { session_id: id });
+    forget(id);
+    if (titleOfSession(made.before) !== made.title) await rename(made.before, made.title);
   });
 }
 
@@ -164,7 +234,7 @@ export async function askInVersion(session, index, asked) {
 export async function fork(session, turn) {
   const id = session.id.peek();
   if (id === null) return;
-  const title = `${titleOfSession(id)} (fork)`;
+  const title = t("chat.fork_title", { title: titleOfSession(id) });
   await attempt(async (there) => {
     const made = await there.request("fork_session", { session_id: id, turn });
     keepChoices(made.session_id, choicesOf(id));
@@ -272,6 +342,7 @@ function take(event) {
   open.get(id)?.take(event);
   if (event.op === "end") noteSpeed(event.turn_id, event.stats);
   if (event.op === "metadata_set") enlist(id, event.metadata);
+  else if (event.op === "model_set") noteModel(id, event.model);
   else if (event.op === "session_closed" || event.op === "session_expired") forget(id);
 }
 
@@ -306,7 +377,7 @@ function show(session) {
   const id = before?.id.peek();
   if (before !== session && before?.state.peek() === "gone" && id) {
     open.delete(id);
-    keepDraft(id, "");
+    dropDraft(id);
   }
   batch(() => {
     view.value = "chat";
@@ -323,7 +394,7 @@ function show(session) {
 function adopt(session, id, title, chosen) {
   follow(id, session);
   keepChoices(id, chosen);
-  keepChoices(null, { ...chosen, form: { kind: "none", text: "" } });
+  keepChoices(null, { ...chosen, form: { kind: "none", text: "" }, approved: [] });
   enlist(id, { title }, session.model.peek());
   defaults.set(session.model.peek(), session.params.peek() ?? {});
 }
@@ -335,7 +406,7 @@ function forget(id) {
   open.get(id)?.end();
   open.delete(id);
   // A shown one displays that, and keeps its draft.
-  if (current.peek()?.id.peek() !== id) keepDraft(id, "");
+  if (current.peek()?.id.peek() !== id) dropDraft(id);
 }
 
 function leaveAll() {
@@ -347,6 +418,7 @@ function leaveAll() {
   batch(() => {
     sessions.value = null;
     usage.value = null;
+    newVersion.value = null;
     current.value = null;
   });
 }

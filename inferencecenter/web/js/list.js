@@ -2,6 +2,7 @@
 /** The list of the client's conversations as known to this page; other tabs and devices change it, too. */
 
 import { batch, computed, signal } from "../vendor/signals-core.js";
+import { t } from "./i18n.js";
 import { attempt, link } from "./state.js";
 import { keep, kept } from "./storage.js";
 import { versionsOf } from "./versions.js";
@@ -95,8 +96,8 @@ export function modelOfSession(id) {
  * @param {string | null} id
  */
 export function titleOfSession(id) {
-  if (id === null) return "New chat";
-  return sessions.value?.find((each) => each.session_id === id)?.metadata.title || "Untitled";
+  if (id === null) return t("chat.new");
+  return sessions.value?.find((each) => each.session_id === id)?.metadata.title || t("chat.untitled");
 }
 
 /**
@@ -119,6 +120,14 @@ export function enlist(id, metadata, model = "") {
     sessions.value = [summary, ...(sessions.peek() ?? [])];
     readUsage();
   }
+}
+
+/**
+ * @param {string} id
+ * @param {string} model  That it has from now on.
+ */
+export function noteModel(id, model) {
+  change(id, { model });
 }
 
 /** @param {string} id  Of a session whose turn has ended, or was just requested. */

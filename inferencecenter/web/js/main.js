@@ -3,6 +3,7 @@
 
 import { effect } from "../vendor/signals-core.js";
 import { lookAgain, newChat, stopStreaming } from "./conversations.js";
+import { install } from "./install.js";
 import { followAddress, goToAddress } from "./routing.js";
 import { account, helping, link, preferences, signIn, signOut } from "./state.js";
 import { keptToken, takeTokenFromAddress } from "./storage.js";
@@ -72,7 +73,14 @@ function followTheme() {
   });
 }
 
+/** @param {DragEvent} event  A file that is dropped beside a conversation would replace the page. */
+function keepPage(event) {
+  if (event.dataTransfer?.types.includes("Files")) event.preventDefault();
+}
+
 followTheme();
+addEventListener("dragover", keepPage);
+addEventListener("drop", keepPage);
 addEventListener("keydown", shortcuts);
 document.addEventListener("visibilitychange", lookAgain);
 setInterval(lookAgain, LOOK_EVERY_MS);
@@ -80,3 +88,4 @@ addEventListener("popstate", followLink);
 const token = keptToken();
 if (!followLink() && token) signIn(token);
 render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));
+install();

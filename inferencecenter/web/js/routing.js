@@ -1,10 +1,13 @@
 // @ts-check
-/** Routing: `#/` is an empty conversation, `#/c/<id>` an existing one, `#/dashboard` and `#/models` the other views. */
+/**
+ * Routing: `#/` is an empty conversation, `#/c/<id>` an existing one, `#/dashboard`, `#/models` and `#/admin` the other views.
+ * `#/admin/<tab>` is a tab of administration, `#/s/<id>/<secret>` is a conversation that another account shares.
+ */
 
 import { effect } from "../vendor/signals-core.js";
 import { current, newChat, openSession } from "./conversations.js";
 import { titleOfSession, unread } from "./list.js";
-import { view } from "./state.js";
+import { adminTab, administers, sharedAt, view } from "./state.js";
 
 /** @typedef {import("./state.js").View} View */
 
@@ -16,7 +19,8 @@ import { view } from "./state.js";
  */
 export function placeOf(hash) {
   const [, first, second] = hash.split("/");
-  if (first === "dashboard" || first === "models") return { view: first, session: null };
+  if (first === "dashboard" || first === "models" || first === "admin") return { view: first, session: null };
+  if (first === "s") return { view: "shared", session: null };
   return { view: "chat", session: first === "c" && second ? decodeURIComponent(second) : null };
 }
 
@@ -27,6 +31,8 @@ export function placeOf(hash) {
  * @param {string | null} session
  */
 export function addressOf(shown, session) {
+  if (shown === "shared") return `#/s/${sharedAt.peek()}`;
+  if (shown === "admin" && adminTab.value) return `#/admin/${adminTab.value}`;
   if (shown !== "chat") return `#/${shown}`;
   return session === null ? "#/" : `#/c/${encodeURIComponent(session)}`;
 }
@@ -36,7 +42,9 @@ export function goToAddress() {
   const place = placeOf(location.hash);
   if (place.session !== null) openSession(place.session);
   else if (place.view === "chat" || current.peek() === null) newChat();
-  view.value = place.view;
+  if (place.view === "admin") adminTab.value = location.hash.split("/")[2] ?? "";
+  if (place.view === "shared") sharedAt.value = location.hash.split("/").slice(2).join("/");
+  view.value = place.view === "admin" && !administers.peek() ? "chat" : place.view;
 }
 
 /** Synchronizes address and view in both directions; returns the function that stops it. */

@@ -1,9 +1,10 @@
 // @ts-check
 /** State shared by all views: connection, account, current view, and the daemon's broadcasts. */
 
-import { batch, effect, signal } from "../vendor/signals-core.js";
+import { batch, computed, effect, signal } from "../vendor/signals-core.js";
 import { dropAllChoices } from "./choices.js";
 import { dropAllDrafts } from "./drafts.js";
+import { t } from "./i18n.js";
 import { keep, keepToken, kept } from "./storage.js";
 import { asWireError } from "./wire/errors.js";
 import { connect } from "./wire/link.js";
@@ -11,8 +12,8 @@ import { connect } from "./wire/link.js";
 /**
  * @typedef {import("./wire/link.js").Link} Link
  * @typedef {import("./wire/link.js").WireEvent} WireEvent
- * @typedef {"chat" | "dashboard" | "models"} View
- * @typedef {{theme: "system" | "light" | "dark"}} Preferences
+ * @typedef {"chat" | "dashboard" | "models" | "admin" | "shared"} View
+ * @typedef {{theme: "system" | "light" | "dark", voice?: boolean}} Preferences
  * @typedef {Pick<import("./wire/types.js").Events, "engine" | "thermal" | "storage" | "going_away" | "model_changed">} Notices
  */
 
@@ -25,6 +26,10 @@ export const hello = signal(/** @type {import("./wire/types.js").HelloEvent | nu
 /** Whether the daemon's version differs from the one that served this page. */
 export const outdated = signal(false);
 export const view = signal(/** @type {View} */ ("chat"));
+/** Id and secret of the shared conversation that is shown. */
+export const sharedAt = signal("");
+/** The tab of administration in the address; empty for the first one. */
+export const adminTab = signal("");
 export const preferences = signal(kept("preferences", /** @type {Preferences} */ ({ theme: "system" })));
 /** The last events that were sent to all sockets, by op: `engine`, `thermal`, `storage`, `going_away`, `model_changed`. */
 export const notices = signal(/** @type {Readonly<Partial<Notices>>} */ ({}));
@@ -35,8 +40,16 @@ export const signInError = signal("");
 /** The last error, shown until it is dismissed. */
 export const failure = signal(/** @type {import("./wire/errors.js").WireError | null} */ (null));
 
+/** Whether the account may see the view of administration. */
+export const administers = computed(() => account.value?.scopes.some((scope) => ADMINISTRATORS.has(scope)) ?? false);
+
+const ADMINISTRATORS = new Set(["admin", "operator"]);
+/** Whether the browser recognizes speech; it may do so at its maker's servers. */
+export const canListen = "SpeechRecognition" in globalThis || "webkitSpeechRecognition" in globalThis;
+
 const NOTICES = new Set(["engine", "thermal", "storage", "going_away", "model_changed"]);
-const ANOTHER_TOKEN = "The operator of the server can create another with: inferencecenter token create NAME";
+/** Creates a token, on the server. */
+export const CREATE_TOKEN = "inferencecenter token create NAME"; // no text
 
 /** @type {string | null} */
 let ownVersion = null;
@@ -122,13 +135,10 @@ function notice(event) {
 
 /** @param {Link} made  The link whose token was not accepted. */
 function deniedWords(made) {
-  const what = made.everOpen
-    ? "This token is not accepted any more: it was revoked, or it has expired."
-    : "This token is not accepted. Check that it is complete.";
-  return `${what} ${ANOTHER_TOKEN}`;
+  return `${t(made.everOpen ? "signin.revoked" : "signin.wrong")} ${t("signin.another", { command: CREATE_TOKEN })}`;
 }
 
 /** @param {string} words  A sentence of the daemon without initial capital. */
 function sentence(words) {
-  return words ? words.charAt(0).toUpperCase() + words.slice(1) : "The server did not accept the sign-in.";
+  return words ? words.charAt(0).toUpperCase() + words.slice(1) : t("signin.refused");
 }

@@ -53,7 +53,7 @@ export function keptHere(name) {
 }
 
 /**
- * Stores a text for this tab.
+ * Stores a text for this tab; returns whether there was room.
  *
  * @param {string} name
  * @param {string | null} text  Null deletes it.
@@ -62,8 +62,9 @@ export function keepHere(name, text) {
   try {
     if (text === null) sessionStorage.removeItem(PREFIX + name);
     else sessionStorage.setItem(PREFIX + name, text);
+    return true;
   } catch {
-    // The value lasts for this page only.
+    return false; // the value lasts for this page only
   }
 }
 

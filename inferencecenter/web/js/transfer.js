@@ -1,6 +1,7 @@
 // @ts-check
 /** Conversations as text. Pure. */
 
+import { t } from "./i18n.js";
 import { WireError } from "./wire/errors.js";
 
 /**
@@ -8,14 +9,14 @@ import { WireError } from "./wire/errors.js";
  * @typedef {{title: string, model?: string, messages: readonly ChatMessage[]}} Exported
  */
 
-const NAMES = { system: "System", user: "You", assistant: "Answer", tool: "Tool output" };
+const ROLES = /** @type {const} */ ({ system: "role.system", user: "role.user", assistant: "role.assistant", tool: "role.tool" });
 
 /** @param {Exported} conversation */
 export function asMarkdown({ title, messages }) {
   const parts = messages.map(({ role, content, tool_calls: calls }) => {
-    const called = (calls ?? []).map((call) => `Called \`${call.name}\`:\n\n${fenced(call.arguments, "json")}`);
+    const called = (calls ?? []).map((call) => `${t("message.called", { name: `\`${call.name}\`` })}:\n\n${fenced(call.arguments, "json")}`);
     const text = role === "tool" ? fenced(content, "") : content;
-    return [`## ${NAMES[role]}`, ...(text ? [text] : []), ...called].join("\n\n");
+    return [`## ${t(ROLES[role])}`, ...(text ? [text] : []), ...called].join("\n\n");
   });
   return `# ${title}\n\n${parts.join("\n\n")}\n`;
 }
@@ -42,15 +43,26 @@ export function conversationsIn(text) {
   try {
     found = JSON.parse(text);
   } catch (error) {
-    throw refused(`Not valid JSON: ${/** @type {Error} */ (error).message}`);
+    throw refused(t("form.invalid", { why: /** @type {Error} */ (error).message }));
   }
   const all = found?.conversations;
-  if (!Array.isArray(all)) throw refused("The file has no list named “conversations”.");
+  if (!Array.isArray(all)) throw refused(t("transfer.no_list"));
   for (const [at, each] of all.entries()) {
     const isRight = typeof each?.title === "string" && Array.isArray(each.messages) && each.messages.every(isMessage);
-    if (!isRight) throw refused(`Conversation ${at + 1} of the file has no title, or messages without role and content.`);
+    if (!isRight) throw refused(t("transfer.bad_entry", { at: at + 1 }));
   }
   return all;
+}
+
+/**
+ * Returns the presets in an export; those of another version have none.
+ *
+ * @param {string} text
+ * @returns {readonly import("./wire/types.js").Preset[]}
+ */
+export function presetsIn(text) {
+  const found = JSON.parse(text).presets;
+  return Array.isArray(found) ? found : [];
 }
 
 /**
@@ -78,7 +90,7 @@ export function batchesOf(messages, limit) {
 
 /** @param {any} message */
 function isMessage(message) {
-  return Object.hasOwn(NAMES, message?.role) && typeof message.content === "string";
+  return Object.hasOwn(ROLES, message?.role) && typeof message.content === "string";
 }
 
 /**
@@ -93,5 +105,5 @@ function fenced(text, language) {
 
 /** @param {string} message */
 function refused(message) {
-  return new WireError({ code: "invalid_request", message, hint: "Choose a file that this page exported as JSON." });
+  return new WireError({ code: "invalid_request", message, hint: t("transfer.choose") });
 }

@@ -186,10 +186,10 @@ CONTENT = [
 
 def test_answer_is_collected_as_blocks() -> None:
     """Reasoning, text and calls in their order, with the usage and the reason of the end."""
-    gathered = MessageCollector("m")
+    gathered = MessageCollector("m", ["f"])
     for event in answer():
-        gathered.take(event)
-    said = gathered.document(["f"])
+        gathered.take(0, event)
+    said = gathered.document()
     assert said["content"] == CONTENT
     assert said["stop_reason"] == "tool_use"
     assert said["usage"] == {
@@ -204,7 +204,7 @@ def test_answer_is_collected_as_blocks() -> None:
 def test_stream_opens_one_block_at_a_time() -> None:
     """What is streamed assembles to the same blocks."""
     writer = MessageEventWriter("m", ["f"])
-    data = b"".join(writer.write(event) for event in answer())
+    data = b"".join(writer.write(0, event) for event in answer())
     sent = [json.loads(block.split("data: ")[1]) for block in data.decode().split("\n\n")[:-1]]
     assert sent[0]["type"] == "message_start"
     assert sent[0]["message"]["warnings"] == ["f"]
@@ -239,7 +239,7 @@ def test_stream_opens_one_block_at_a_time() -> None:
 def test_stop_reason_is_mapped(reason: Any, stop: str | None, expected: str) -> None:
     """With the stop sequence that matched."""
     gathered = MessageCollector("m")
-    gathered.take(end(reason).model_copy(update={"stop": stop}))
+    gathered.take(0, end(reason).model_copy(update={"stop": stop}))
     said = gathered.document()
     assert (said["stop_reason"], said["stop_sequence"], said["content"]) == (expected, stop, [])
 
@@ -248,8 +248,8 @@ def test_arguments_that_were_cut_off_are_empty() -> None:
     """A call that the limit of tokens ended is not valid JSON."""
     gathered = MessageCollector("m")
     for event in answer()[4:6]:
-        gathered.take(event)
-    gathered.take(answer()[-1])
+        gathered.take(0, event)
+    gathered.take(0, answer()[-1])
     assert gathered.document()["content"] == [{"type": "tool_use", "id": "c0", "name": "weather", "input": {}}]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import ollama
 import pytest
 
-from inferencecenter.api.ollama.answers import AnswerCollector, AnswerHead, AnswerWriter
+from inferencecenter.api.ollama.answers import AnswerHead, AnswerWriter, OllamaCollector
 from inferencecenter.api.ollama.chat_schemas import OllamaChatAnswer
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability
@@ -33,7 +33,7 @@ CALLS: Final = [
 def lines_of(turn_events: list[Any], head: AnswerHead = HEAD) -> list[Any]:
     """Return the lines of a stream, validated against both packages' types."""
     writer = AnswerWriter(head)
-    lines = [json.loads(line) for line in b"".join(map(writer.write, turn_events)).splitlines()]
+    lines = [json.loads(line) for line in b"".join(writer.write(0, event) for event in turn_events).splitlines()]
     for line in lines:
         OllamaChatAnswer.model_validate(line)
         ollama.ChatResponse.model_validate(line)
@@ -42,9 +42,9 @@ def lines_of(turn_events: list[Any], head: AnswerHead = HEAD) -> list[Any]:
 
 def document_of(turn_events: list[Any], head: AnswerHead = HEAD) -> dict[str, Any]:
     """Return the document, validated against both packages' types."""
-    gathered = AnswerCollector(head)
+    gathered = OllamaCollector(head)
     for event in turn_events:
-        gathered.take(event)
+        gathered.take(0, event)
     found = gathered.document()
     OllamaChatAnswer.model_validate(found)
     ollama.ChatResponse.model_validate(found)

@@ -11,8 +11,8 @@ import pytest
 
 from inferencecenter.api.body import checked
 from inferencecenter.api.foreign_fields import FieldReport
+from inferencecenter.api.ollama.chat import context_of, messages_in, messages_of
 from inferencecenter.api.ollama.chat_schemas import MOST_CONTEXT, OLLAMA_CHAT_FIELDS, OllamaChatRequest
-from inferencecenter.api.ollama.conversations import context_of, messages_in, messages_of
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
 

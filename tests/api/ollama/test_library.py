@@ -12,8 +12,9 @@ from ollama import ResponseError
 
 from inferencecenter.config.sections import EngineSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.files import ModelFiles
 from inferencecenter.models.library import ModelLibrary
-from inferencecenter.models.pull import PullProgress
+from inferencecenter.models.pull import Pulled, PullProgress
 from inferencecenter.models.registry import ModelSpec
 from tests.api.http_client import post, request
 from tests.api.ollama.conftest import client_of
@@ -45,7 +46,7 @@ class StubPull:
         self.aborted = threading.Event()
         self.failure: Exception | None = None
 
-    def run(self, reference: str, report: Callable[[PullProgress], None]) -> None:
+    def run(self, reference: str, report: Callable[[PullProgress], None]) -> Pulled:
         """Report until released."""
         self.references.append(reference)
         try:
@@ -58,6 +59,7 @@ class StubPull:
             raise
         if self.failure is not None:
             raise self.failure
+        return Pulled(ModelFiles(name="tiny", paths=(), missing=(), manifest=None), fetched=True)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -194,6 +195,32 @@ async def test_one_text_becomes_a_vector(server: Running, client: AsyncClient) -
     server.engine.kind = "embedding"
     answer, _ = await asyncio.gather(client.embeddings(model="stub", prompt="a"), send_vectors(server, (0.5, 0.25)))
     assert answer.embedding == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "warns"), [(2, 2, True), (9, 4, True), (4, 4, False)], ids=["shorter", "longer", "its own"]
+)
+async def test_vectors_of_any_model_are_cut(
+    server: Running, monkeypatch: pytest.MonkeyPatch, sent: int, expected: int, warns: bool
+) -> None:
+    """As Ollama does it, with a warning; more numbers than the model has are none."""
+    server.engine.kind = "embedding"
+    server.engine.status = replace(server.engine.status, model=msgspec.structs.replace(MODEL, n_embd=4))
+    spec = replace(server.engine.spec_of("stub"), n_embd=4)
+    monkeypatch.setattr(server.engine, "spec_of", lambda _name: spec)
+    body = {"model": "stub", "input": "a", "dimensions": sent}
+    embed = asyncio.get_running_loop().create_task(post(server, "/api/embed", body))
+    async with asyncio.timeout(60):
+        await server.engine.submitted.wait()
+    ((turn_id, turn),) = server.engine.turns.items()
+    asked = turn.submission(lambda: None)
+    assert isinstance(asked, Embed)
+    assert (asked.dimensions, asked.matryoshka) == (expected, True)
+    turn.on_engine_event(EmbeddingDelta(turn_id, struct.pack("<f", 1.0), 1, 3))
+    turn.on_engine_event(EmbeddingDone(turn_id, 1.0, 2.0))
+    response = await embed
+    assert response.json["embeddings"] == [[1.0]]
+    assert ("dimensions" in response.headers.get("x-warning", "")) == warns
 
 
 @pytest.mark.parametrize(("sent", "truncate"), [({}, True), ({"truncate": False}, False)])

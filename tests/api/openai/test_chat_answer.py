@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion as TheirCompletion
 from openai.types.chat import ChatCompletionChunk as TheirChunk
 
+from inferencecenter.api.openai.answers import FINISHES
 from inferencecenter.api.openai.chat import ChatChunkWriter, ChatCollector, ChatHead
 from inferencecenter.api.openai.chat_schemas import ChatCompletion, ChatCompletionChunk
-from inferencecenter.api.openai.finish_reason import FINISHES
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability

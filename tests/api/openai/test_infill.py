@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from inferencecenter.api.openai.chat_schemas import ChatCompletion, ChatCompletionChunk
 from inferencecenter.api.openai.infill import InfillAnswer
 from inferencecenter.ipc.messages import InfillTokens, PromptSegment
+from inferencecenter.protocol.params import decode
 from tests.api.http_client import post
 from tests.api.streaming import next_turn
 from tests.server.harness import MODEL, ask, receive
@@ -89,10 +91,50 @@ async def test_stream_ends_with_a_stop(coder: Running) -> None:
     assert (last.content, last.stop, last.stop_type) == ("", True, "eos")
 
 
+async def test_gap_is_filled_in_mistrals_form(coder: Running) -> None:
+    """The answer is that of a chat, and its own name of the seed is obeyed."""
+    body = {"prompt": "def f", "suffix": "\n", "random_seed": 7, "max_tokens": 4}
+    response, pieces = await filled(coder, "/v1/fim/completions", body, "o", "o", reason="length")
+    (choice,) = ChatCompletion.model_validate(response.json).choices
+    assert (choice.message.content, choice.finish_reason) == ("oo", "length")
+    assert "".join(piece.text for piece in pieces) == "<P>def f<S>\n<M>"
+
+
+async def test_seed_has_mistrals_name(coder: Running) -> None:
+    """It is that of the turn's sampler."""
+    pending = asyncio.get_running_loop().create_task(
+        post(coder, "/v1/fim/completions", {"prompt": "a", "suffix": "b", "random_seed": 7})
+    )
+    turn = await next_turn(coder)
+    assert decode(coder.engine.submission(turn).params_json).seed == 7
+    coder.engine.finish(turn)
+    assert (await pending).status == 200
+
+
+async def test_chunks_of_a_gap_are_those_of_a_chat(coder: Running) -> None:
+    """As editors read them."""
+    response, _ = await filled(coder, "/v1/fim/completions", {"prompt": "", "suffix": "x", "stream": True}, "(", ")")
+    *events, done, rest = response.body.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "()"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_text_without_a_suffix_is_continued(server: Running) -> None:
+    """Also by models that fill no gaps."""
+    response, pieces = await filled(server, "/v1/fim/completions", {"prompt": "def f"}, "oo")
+    assert response.json["choices"][0]["message"]["content"] == "oo"
+    assert "".join(piece.text for piece in pieces) == "def f"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/v1/fim/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/v1/fim/completions", {"prompt": ""}, "prompt"),
+        ("/v1/fim/completions", {"prompt": "x", "n": 2}, "n"),
         ("/infill", GAP, "model"),
         ("/infill", {"input_prefix": "x"}, "input_suffix"),
         ("/infill", {**GAP, "n": 2}, "n"),

@@ -49,6 +49,15 @@ async def test_special_tokens_are_parsed_only_on_request(server: Running, monkey
     assert plain.json == {"tokens": [7, 8], "count": 2, "pieces": ["\ufffd", "<s>"]}
 
 
+async def test_count_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine counts, and sends no tokens."""
+    monkeypatch.setattr(server.engine, "tokenize", None)
+    assert (await post(server, "/tokenize", {"text": "Grüße", "count_only": True})).json == {"count": 5}
+    assert (await post(server, "/tokenize", {"text": "", "count_only": True})).json == {"count": 0}
+    refused = await post(server, "/tokenize", {"text": "x", "count_only": True, "pieces": True})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "count_only")
+
+
 async def test_text_of_llama_server_is_its_content(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its special tokens are parsed unless the request says otherwise, and pieces are objects."""
     requests: list[tuple[Sequence[PromptSegment], bool]] = []

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from inferencecenter.api.responses.serializers import read_response_id
+from inferencecenter.auth.rate_limits import UNIT_CHARS
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed
 from inferencecenter.sessions.journal import StorageFault
 from tests.api.http_client import post, request, tick
@@ -99,16 +102,54 @@ async def test_parameters_reach_the_engine(server: Running) -> None:
 
 
 async def test_response_is_retrieved(server: Running) -> None:
-    """It equals the streamed response except for its completion time; its input items are retrievable too."""
+    """It equals the first answer, also in when it was completed; its input items are retrievable too."""
     first = (await create_response(server, {"input": "Hello", "instructions": "Be kind."})).json
     again = (await get(server, first["id"])).json
-    assert again == {**first, "completed_at": None}
+    assert again == {**first, "completed_at": again["completed_at"]}
+    assert first["created_at"] <= again["completed_at"] <= first["completed_at"]  # the turn ends before its events
     second = (await create_response(server, {"input": "And?", "previous_response_id": first["id"]})).json
     items = (await get(server, second["id"], "/input_items?order=asc&limit=2")).json
     assert [item["content"][0]["text"] for item in items["data"]] == ["Hello", "Good day"]
     rest = (await get(server, second["id"], f"/input_items?order=asc&after={items['last_id']}")).json
     assert ([item["role"] for item in rest["data"]], rest["has_more"], items["has_more"]) == (["user"], False, True)
     assert (await get(server, second["id"], "/input_items?after=x")).error["param"] == "after"
+
+
+@pytest.mark.parametrize("through", ["retrieve", "continue", "conversation"])
+async def test_load_of_an_archived_session_counts_by_its_size(
+    server: Running, monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    """As on sockets: otherwise a client could have large sessions read from the disk as often as it likes."""
+    body: dict[str, Any] = {"input": "a" * UNIT_CHARS * 3}
+    if through == "conversation":
+        body["conversation"] = (await post(server, "/v1/conversations", {})).json["id"]
+    first = (await create_response(server, body)).json
+    charged: list[int] = []
+
+    async def load(*_: object, **__: object) -> bool:
+        return True
+
+    async def find_tagged(*_: object) -> tuple[str, ...]:
+        return (read_response_id(first["id"]).session_id,)
+
+    def charge(_client_id: str, *, n_chars: int = 0, **_: int) -> None:
+        charged.append(n_chars)
+        if n_chars:
+            raise InferenceCenterError(ErrorCode.RATE_LIMITED)
+
+    archive = server.context.sessions.archive
+    monkeypatch.setattr(archive, "load", load)
+    monkeypatch.setattr(archive, "find_tagged", find_tagged)
+    monkeypatch.setattr(server.context.operations, "charge", charge)
+    if through == "retrieve":
+        response = await get(server, first["id"])
+    elif through == "continue":
+        response = await post(server, PATH, {"input": "More", "previous_response_id": first["id"]})
+    else:
+        monkeypatch.setattr(server.context.sessions, "tagged", lambda *_: {})
+        response = await post(server, PATH, {"input": "More", "conversation": body["conversation"]})
+    assert (response.status, response.error["code"]) == (429, "rate_limit_exceeded")
+    assert max(charged) > UNIT_CHARS * 3
 
 
 async def test_continuation_reuses_the_session(server: Running) -> None:
@@ -349,10 +390,11 @@ async def test_unsupported_query_is_refused(server: Running, query: str) -> None
     assert (await get(server, first["id"], query)).status == 400
 
 
-async def test_response_that_is_not_stored_is_found_while_its_session_lives(server: Running) -> None:
-    """It is retrieved like a stored one, and is unknown once its session is gone."""
+async def test_response_that_is_not_stored_is_continued_and_not_retrieved(server: Running) -> None:
+    """As at OpenAI; a stored response that continues it is retrieved."""
     first = (await create_response(server, {"input": "Hello", "store": False})).json
-    found = await get(server, first["id"])
-    assert (found.status, found.json["output"]) == (200, first["output"])
-    server.context.sessions.purge("client", "ada")
     assert (await get(server, first["id"])).status == 404
+    assert (await get(server, f"{first['id']}/input_items")).status == 404
+    second = (await create_response(server, {"input": "More", "previous_response_id": first["id"]})).json
+    found = await get(server, second["id"])
+    assert (found.status, found.json["output"]) == (200, second["output"])

@@ -261,7 +261,13 @@ def test_stored_request_fields_round_trip() -> None:
     )
     note = read_note(note_of(repeated))
     assert note is not None
-    assert dict(note) == {**dict(repeated), "generate": True, "compaction": None}
+    assert dict(note) == {
+        **dict(repeated),
+        "generate": True,
+        "compaction": None,
+        "mcp_items": (),
+        "mcp_tools": (),
+    }
     assert json.loads(note_of(repeated))["text"]["format"]["schema"] == {"type": "object"}
 
 

@@ -12,7 +12,7 @@ from websockets.exceptions import InvalidStatus
 
 from inferencecenter.api import request_context
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
-from inferencecenter.api.responses.streams import MAX_STREAMS, MAX_WAITING
+from inferencecenter.api.responses.socket import MAX_STREAMS, MAX_WAITING
 from inferencecenter.auth.rate_limits import FREE_REFUSALS
 from inferencecenter.server.connection import SocketConnection
 from tests.api.http_client import tick
@@ -236,7 +236,7 @@ async def test_generate_false_with_only_instructions_prefills_them(server: Runni
         await send(connection, instructions="Be kind.", generate=False, store=False)
         server.engine.finish((await begin_turns(server))[0], reason="length")
         warm = (await receive(connection, *ENDS))["response"]
-        await send(connection, input="Hello", instructions="Be kind.", store=False, previous_response_id=warm["id"])
+        await send(connection, input="Hello", instructions="Be kind.", previous_response_id=warm["id"])
         (turn,) = await begin_turns(server)
         server.engine.finish(turn)
         name = (await receive(connection, *ENDS))["response"]["id"]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai import BadRequestError, NotFoundError
 
+from inferencecenter.api.body import checked
+from inferencecenter.api.responses.request_schemas import CreateResponse
+from inferencecenter.api.responses.response_events import ResponseEventBuilder
+from inferencecenter.api.responses.serializers import ResponseRef, echo_of, output_of, response_of
+from inferencecenter.protocol.values import ChatMessage, ToolCall
 from tests.api.http_client import post, tick
-from tests.api.responses.helpers import PATH, begin_turns, create_response, frames_of, get
+from tests.api.responses.helpers import PATH, begin_turns, create_response, frames_of, get, wait_turns_left
+from tests.api.responses.test_resources import TOOL
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -85,6 +92,67 @@ async def test_only_recorded_streams_can_be_read_again(server: Running, ada: Asy
     assert len(server.context.stream_recordings) == 0
     with pytest.raises(NotFoundError):
         await ada.responses.retrieve(name, stream=True)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_events_that_are_not_kept_are_built_from_the_store(
+    server: Running, ada: AsyncOpenAI, streamed: bool
+) -> None:
+    """They describe the same response: after five minutes, or a restart, no recording is left."""
+    created = await create_response(server, {**BODY, "stream": streamed, "tools": [TOOL]})
+    name = frames_of(created)[0]["response"]["id"] if streamed else created.json["id"]
+    await wait_turns_left(server, 0)
+    recordings = server.context.stream_recordings
+    if (recording := recordings.find("ada", name)) is not None:
+        recordings.discard(recording)
+    events = [event async for event in await ada.responses.retrieve(name, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events][:3] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Good day"
+    assert events[-1].type == "response.completed"
+    assert events[-1].response == await ada.responses.retrieve(name)
+    if streamed:  # the items have the ids and places that they had
+        assert {frame["item_id"] for frame in frames_of(created) if "item_id" in frame} == {
+            event.item_id for event in events if hasattr(event, "item_id")
+        }
+    with pytest.raises(BadRequestError) as refused:
+        await ada.responses.retrieve(name, stream=True, starting_after=1)
+    assert refused.value.param == "starting_after"
+    server.accounts.ensure_client("bob", max_sessions=8, priority="normal")
+    other = server.accounts.create_token("bob", name="test").token
+    assert (await get(server, name, "?stream=true", token=other)).status == 404
+
+
+async def test_response_in_progress_without_events_is_not_streamed(server: Running) -> None:
+    """After a restart it continues, and its first events are lost."""
+    created = (await post(server, PATH, {"input": "Hello", "background": True})).json["id"]
+    (turn,) = await begin_turns(server)
+    refused = await get(server, created, "?stream=true")
+    assert (refused.status, refused.error["param"]) == (400, "stream")
+    server.engine.finish(turn)
+
+
+def test_thoughts_and_calls_are_built_again() -> None:
+    """As items of their own, in the order in which a stored response has them; a failed one has none."""
+    place = ResponseRef("s_" + "a" * 22, "t_" + "b" * 22)
+    call = ToolCall(call_id="c", name="look", arguments='{"a": 1}')
+    answer = ChatMessage(role="assistant", content="Hm.", reasoning="Why?", tool_calls=(call,))
+    request = checked(CreateResponse, {"input": "Go", "background": True})
+    echo = echo_of(request, model="stub", created_at=1.0)
+    output = output_of(answer, place.turn_id, state="completed")
+    final = response_of(echo, place, status="completed", output=output, completed_at=2.0)
+    builder = ResponseEventBuilder(echo, top_logprobs=0, clock=lambda: 0.0)
+    frames = [json.loads(frame.data) for frame in builder.rebuild(place, answer, final)]
+    items = [frame["item"] for frame in frames if frame["type"] == "response.output_item.done"]
+    assert items == frames[-1]["response"]["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+    failed = response_of(echo, place, status="failed")
+    again = ResponseEventBuilder(echo, top_logprobs=0, clock=lambda: 0.0).rebuild(place, None, failed)
+    assert [frame.type for frame in again] == ["response.created", "response.in_progress", "response.failed"]
 
 
 async def test_starting_after_has_no_effect_without_stream(server: Running) -> None:

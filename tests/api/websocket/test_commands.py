@@ -48,7 +48,18 @@ async def test_missing_scope_is_refused(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["infer", "abort", "close_session", "append", "fork_session", "rewind_session", "set_metadata", "get_session"]
+    "op",
+    [
+        "infer",
+        "abort",
+        "close_session",
+        "append",
+        "fork_session",
+        "rewind_session",
+        "set_metadata",
+        "set_model",
+        "get_session",
+    ],
 )
 async def test_foreign_and_unknown_sessions_are_indistinguishable(server: Running, op: str) -> None:
     """The errors are equal byte for byte."""
@@ -98,6 +109,16 @@ async def test_internal_error_leaves_the_socket_open(server: Running, monkeypatc
         assert "inside" not in str(error)
         assert (await ask(socket, op="list_sessions"))["op"] == "sessions"
     assert server.context.metrics.registry.get_sample_value("inferencecenter_errors_total", {"code": "internal"}) == 1
+
+
+async def test_search_without_a_store_is_refused(server: Running) -> None:
+    """Like an op that this daemon does not have."""
+    async with server.v1() as socket:
+        await receive(socket)
+        error = await ask(socket, op="search_sessions", query="hello", id="x")
+        assert (error["code"], error["id"]) == ("unknown_op", "x")
+        error = await ask(socket, op="search_sessions", query="")
+        assert (error["code"], error["field"]) == ("invalid_request", "query")
 
 
 @pytest.mark.parametrize("kind", get_args(StatusType))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
-LEGACY_OPS = {kind.model_fields["op"].default for kind in get_args(AnyEvent) if kind.dagger}
+LEGACY_OPS = {kind.model_fields["op"].default for kind in get_args(AnyEvent) if kind.first_protocol}
 
 
 async def legacy_socket(server: Running, socket: ClientConnection) -> None:

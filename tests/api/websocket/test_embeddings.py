@@ -1,4 +1,4 @@
-"""The op ``embed``: its reply, its errors, several at once, and sockets that close."""
+"""The ops ``embed`` and ``rerank``: the reply, errors, several at once, and sockets that close."""
 
 from __future__ import annotations
 
@@ -43,6 +43,29 @@ def _answer(turn: EngineTurn, *vectors: tuple[float, ...]) -> None:
 
 async def _send(socket: Any, **frame: Any) -> None:
     await socket.send(json.dumps({"op": "embed", **frame}))
+
+
+async def test_documents_get_scores(server: Running) -> None:
+    """The best first, with their index, and no more than were requested."""
+    server.engine.kind = "reranking"
+    async with server.v1() as socket:
+        await _send(socket, op="rerank", id="1", query="pet", documents=["a car", "the cat", "a dog"], top_n=2)
+        turn = await _turn(server)
+        submission = turn.submission(lambda: None)
+        assert submission is not None
+        assert submission.query == "pet"  # type: ignore[union-attr]
+        _answer(turn, (-1.0,), (0.75,), (0.5,))
+        reply = await receive(socket, "document_scores")
+    assert (reply["id"], reply["model"], reply["prompt_tokens"]) == ("1", "stub", 5)
+    assert reply["results"] == [{"index": 1, "relevance_score": 0.75}, {"index": 2, "relevance_score": 0.5}]
+
+
+async def test_embedding_model_ranks_no_documents(embedding_server: Running) -> None:
+    """The error names the field and what to do."""
+    async with embedding_server.v1() as socket:
+        await _send(socket, op="rerank", query="a", documents=["b"], model="stub")
+        error = await receive(socket, "error")
+        assert (error["code"], error["field"]) == ("invalid_request", "model")
 
 
 async def test_texts_get_vectors(embedding_server: Running) -> None:

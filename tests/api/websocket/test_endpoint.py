@@ -15,7 +15,7 @@ from inferencecenter.client.options import Address
 from inferencecenter.client.retry import is_final
 from inferencecenter.client.transport import open_transport
 from inferencecenter.protocol import requests
-from inferencecenter.server.upgrade_limiter import BURST_S
+from inferencecenter.server.connection_limits import BURST_S
 from tests.server.harness import Running, ask, close_code, receive
 
 if TYPE_CHECKING:

@@ -37,7 +37,9 @@ async def infer(socket: ClientConnection, session_id: str, **fields: Any) -> dic
 async def test_limits_are_sent_at_login(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
     """Its own, else its account's, else the daemon's; allowed addresses are not sent."""
     async with serve(limits=AccessLimits(concurrent_turns=2, max_tokens=9)) as server:
-        server.accounts.limit_client("ada", AccessLimits(max_tokens=50, models=("stub",), addresses=("127.0.0.0/8",)))
+        server.accounts.change_client(
+            "ada", limits=AccessLimits(max_tokens=50, models=("stub",), addresses=("127.0.0.0/8",))
+        )
         limit(server, tokens_per_day=1000)
         async with server.v1() as socket:
             assert (await receive(socket))["limits"] == {
@@ -174,7 +176,7 @@ async def test_session_limit_change_applies_at_once(server: Running) -> None:
     """To open sockets and requests; open sessions stay, and other accounts are unaffected."""
 
     def limit_sessions(number: int) -> None:
-        server.accounts.limit_client("ada", NO_LIMITS, max_sessions=number)
+        server.accounts.change_client("ada", limits=NO_LIMITS, max_sessions=number)
         server.context.tokens_changed()
 
     kitchen = {"X-Client-ID": "kitchen", "X-API-Key": "kitchen-key"}
@@ -204,7 +206,7 @@ async def test_session_limit_change_applies_to_running_requests(server: Running)
         await socket.send("{}")
         await socket.recv()
         (guest,) = server.context.hub.participants
-        server.accounts.limit_client("ada", NO_LIMITS, max_sessions=1)
+        server.accounts.change_client("ada", limits=NO_LIMITS, max_sessions=1)
         server.context.tokens_changed()
         create = {"type": "response.create", "input": "Hi"}
         server.engine.submitted.clear()

@@ -4,6 +4,7 @@ import json
 import os
 
 import anthropic
+from pydantic import BaseModel
 
 client = anthropic.Anthropic(
     base_url="http://127.0.0.1:3000", api_key=os.environ["INFERENCECENTER_TOKEN"], max_retries=0
@@ -35,6 +36,16 @@ thinking = {"type": "enabled", "budget_tokens": 1024}
 thought = client.messages.create(**ask("Please think.", thinking=thinking, max_tokens=2000))
 done["messages"] = next(block.text for block in thought.content if block.type == "text")
 done["reasoning"] = next(block.thinking for block in thought.content if block.type == "thinking")
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+done["structured output"] = client.messages.parse(**ask("Who is Ada?"), output_format=Person).parsed_output.model_dump()
 try:
     client.messages.create(**ask("Please fail."))
 except anthropic.APIStatusError as error:

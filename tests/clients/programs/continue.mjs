@@ -25,6 +25,13 @@ const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: 
 const messages = [...question.messages, message, result];
 done["tools"] = (await api.chatCompletionNonStream({ model, messages, tools, stream: false }, signal)).choices[0].message.content;
 done["reasoning"] = (await api.chatCompletionNonStream({ ...body("Please think."), stream: false }, signal)).choices[0].message.reasoning_content;
+// Its adapter of Mistral completes code; the scripted model has no tokens for gaps, so there is no suffix.
+const coder = constructLlmApi({ provider: "mistral", apiBase: "http://127.0.0.1:3000/v1/", apiKey: process.env.INFERENCECENTER_TOKEN });
+let completed = "";
+for await (const chunk of coder.fimStream({ model, prompt: "Hi", stream: true }, signal)) {
+  completed += chunk.choices[0]?.delta.content ?? "";
+}
+if (completed !== done["text"]) throw new Error(completed);
 try {
   await constructLlmApi({ provider: "ollama", apiBase: "http://127.0.0.1:3000", apiKey: "ic_wrong" }).list();
 } catch (error) {

@@ -5,7 +5,7 @@ import json
 import os
 
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
 from pydantic import BaseModel
 
 set_tracing_disabled(True)
@@ -45,7 +45,14 @@ async def main():
     assert (await run("Who is Ada?", chat, output_type=Person, tools=[get_weather])).model_dump() == done[
         "structured output"
     ]
-    done["responses"] = await run("Please think.")
+    thought = await Runner.run(Agent("helper", model=model), "Please think.")
+    done["responses"] = thought.final_output
+    thoughts = [item.raw_item for item in thought.new_items if item.type == "reasoning_item"]
+    done["reasoning"] = thoughts[0].content[0].text
+    try:
+        await run("Please fail.")
+    except APIStatusError as error:
+        done["errors"] = error.code
     print(json.dumps(done))
 
 

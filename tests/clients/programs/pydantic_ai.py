@@ -4,7 +4,7 @@ import json
 import os
 
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -34,5 +34,9 @@ assert people[0] == people[1]
 done["structured output"] = people[0].model_dump()
 parts = Agent(model).run_sync("Please think.").new_messages()[-1].parts
 done["reasoning"] = next(part.content for part in parts if part.part_kind == "thinking")
+try:
+    Agent(model).run_sync("Please fail.")
+except ModelHTTPError as error:
+    done["errors"] = error.status_code
 done["responses"] = Agent(OpenAIResponsesModel("script", provider=provider)).run_sync("Please think.").output
 print(json.dumps(done))

@@ -12,7 +12,7 @@ import pytest
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Backend, Chunk
 from inferencecenter.engine.llama.backend import LlamaBackend
-from inferencecenter.hardware.host import physical_cores
+from inferencecenter.hardware.memory import physical_cores
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.params import Params

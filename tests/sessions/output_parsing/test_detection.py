@@ -11,8 +11,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags
 from inferencecenter.sessions.output_parsing.detection import FALLBACK
-from inferencecenter.sessions.output_parsing.json_calls import JsonCalls
-from inferencecenter.sessions.output_parsing.named_calls import NamedCalls
+from inferencecenter.sessions.output_parsing.json_calls import JsonCalls, NamedCalls
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, ToolCallStart
 from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
 from inferencecenter.sessions.prompt.renderer import RenderInput

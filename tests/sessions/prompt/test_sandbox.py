@@ -8,7 +8,7 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 
-from inferencecenter.sessions.prompt.sandbox import TemplateLimitError, TemplateRefusalError, TemplateSandbox
+from inferencecenter.sessions.prompt.template import TemplateLimitError, TemplateRefusalError, TemplateSandbox
 
 NOW = datetime(2026, 2, 3, tzinfo=UTC)
 

@@ -30,6 +30,7 @@ from inferencecenter.sessions.prompt.template_frames import (
 from inferencecenter.sessions.prompt.template_process import (
     COMPILE_RETRY_S,
     RenderLimits,
+    TemplateProcess,
     TemplateProcessPool,
 )
 from inferencecenter.sessions.prompt.template_worker import MAX_CUTS
@@ -323,3 +324,52 @@ async def test_cancelled_rendering_is_not_reported() -> None:
         assert await text(processes, model, said("b")) == "[user]b[assistant]"
         withdraw()
     assert told == []
+
+
+# The spare process.
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[TemplateProcess]:
+    """All processes that are started."""
+    found: list[TemplateProcess] = []
+    spawn = TemplateProcess.spawn
+
+    async def recorded(*, wall_s: float) -> TemplateProcess:
+        found.append(await spawn(wall_s=wall_s))
+        return found[-1]
+
+    monkeypatch.setattr(TemplateProcess, "spawn", recorded)
+    return found
+
+
+async def test_first_template_gets_the_spare_process(spawned: list[TemplateProcess]) -> None:
+    """It was started before the template was known; the next template gets another process."""
+    async with running() as processes:
+        processes.start_spare()
+        await processes.tasks.join()
+        assert len(spawned) == 1
+        model, other = make_model(chat_template=WHEN_TOLD), make_model(chat_template=WHEN_TOLD + "!")
+        assert await text(processes, model, said("a")) == "[a]"
+        assert len(spawned) == 1
+        assert await text(processes, other, said("a")) == "[a]!"
+        assert len(spawned) == 2
+
+
+async def test_dead_spare_process_is_replaced(spawned: list[TemplateProcess]) -> None:
+    """The first rendering starts another process."""
+    async with running() as processes:
+        processes.start_spare()
+        await processes.tasks.join()
+        await spawned[0].end()
+        assert await text(processes, make_model(chat_template=WHEN_TOLD), said("a")) == "[a]"
+        assert len(spawned) == 2
+
+
+async def test_unused_spare_process_ends_with_the_pool(spawned: list[TemplateProcess]) -> None:
+    """No process outlives the daemon."""
+    async with running() as processes:
+        processes.start_spare()
+        await processes.tasks.join()
+        assert spawned[0].alive
+    assert not spawned[0].alive

@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 from inferencecenter.protocol.values import ChatMessage, ToolCall
 from inferencecenter.sessions.history import MAX_FAILURES, TOKEN_BYTES, History, HistoryView, TurnCheckpoint
 from inferencecenter.sessions.journal import (
+    ConfigChanged,
     EpochChanged,
     HistoryChanged,
-    MetadataChanged,
     PendingTurn,
     SessionDeleted,
     SessionOpened,
@@ -270,7 +270,7 @@ class Writing(RuleBasedStateMachine):
         """Change a session's metadata."""
         kept = self.kept[session_id]
         config = replace(kept.config, metadata={"title": title})
-        self.pending.append(MetadataChanged(config=config))
+        self.pending.append(ConfigChanged(config=config))
         self.kept[session_id] = replace(kept, config=config)
 
     @rule(session_id=consumes(sessions), purges=st.booleans())

@@ -34,7 +34,7 @@ COLUMNS = {
     "messages": ("n", "role", "content", "more"),
     "turns": (
         *("n", "turn_id", "finish_reason", "messages", "prompt_tokens", "cached_tokens", "completion_tokens"),
-        *("turn_key", "ending", "note", "reasoning_tokens"),
+        *("turn_key", "ending", "note", "reasoning_tokens", "ended_at"),
     ),
     "marks": ("n", "turn_id", "n_before", "n_messages", "n_tokens", "n_chars", "view_kept", "view_resumes_at"),
     "tokens": ("n", "ids", "covered"),

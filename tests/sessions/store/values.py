@@ -70,9 +70,10 @@ def make_usage(tokens: int = 4) -> Usage:
 
 def make_turn(turn_id: str = "t_1", **changes: Any) -> TranscriptTurn:
     """A finished turn."""
-    return TranscriptTurn(turn_id=turn_id, finish_reason="stop", messages=2, usage=make_usage()).model_copy(
-        update=changes
+    turn = TranscriptTurn(
+        turn_id=turn_id, finish_reason="stop", messages=2, usage=make_usage(), ended_at=1_700_000_000.5
     )
+    return turn.model_copy(update=changes)
 
 
 def make_end(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9) -> End:

@@ -2,6 +2,7 @@
 /** A live chart: uPlot on a canvas, its legend and latest values as text. */
 
 import uPlot from "../../vendor/uplot.js";
+import { time } from "../i18n.js";
 import { html, useEffect, useId, useRef, useState } from "../ui.js";
 
 /**
@@ -24,7 +25,6 @@ const HEIGHT_PX = 132;
 const AXIS_PX = 52;
 /** Minimum range of the axis, so that the first readings are not isolated dots. */
 const LEAST_S = 60;
-const SYNC = uPlot.sync("board");
 
 /**
  * @param {object} props
@@ -32,8 +32,9 @@ const SYNC = uPlot.sync("board");
  * @param {import("./history.js").History} props.history
  * @param {number} props.version  Changes with the history.
  * @param {number} props.windowS  Visible range in seconds.
+ * @param {string} [props.group]  Charts of a group share the cursor.
  */
-export function Chart({ options, history, version, windowS }) {
+export function Chart({ options, history, version, windowS, group = "live" }) {
   const id = useId();
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const plot = useRef(/** @type {uPlot | null} */ (null));
@@ -43,7 +44,7 @@ export function Chart({ options, history, version, windowS }) {
 
   useEffect(() => {
     const parent = /** @type {HTMLElement} */ (box.current);
-    const made = draw(parent, view, setPointed);
+    const made = draw(parent, view, setPointed, group);
     plot.current = made;
     const sized = new ResizeObserver(() => made.setSize({ width: parent.clientWidth, height: HEIGHT_PX }));
     sized.observe(parent);
@@ -81,9 +82,10 @@ export function Chart({ options, history, version, windowS }) {
  * @param {HTMLElement} parent
  * @param {{current: {windowS: number, options: ChartOptions}}} view
  * @param {(at: number | null) => void} point
+ * @param {string} group
  * @returns {uPlot}
  */
-function draw(parent, view, point) {
+function draw(parent, view, point, group) {
   const { lines, steps } = view.current.options;
   const faint = () => getComputedStyle(parent).borderTopColor;
   const text = () => getComputedStyle(parent).color;
@@ -95,7 +97,7 @@ function draw(parent, view, point) {
       height: HEIGHT_PX,
       padding: [8, 24, 0, 0],
       legend: { show: false },
-      cursor: { sync: { key: SYNC.key }, y: false, drag: { x: false, y: false }, points: { size: 6 } },
+      cursor: { sync: { key: uPlot.sync(group).key }, y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {
         x: { range: (plot) => shownTimes(plot, view.current.windowS) },
         y: { range: (_plot, _low, high) => shownValues(high, view.current.options.ceiling ?? 0) },
@@ -161,10 +163,8 @@ function shownValues(high, ceiling) {
  * @param {number[]} times  Unix seconds.
  */
 function clockTimes(times) {
-  const second = times.some((time) => time % 60 !== 0) ? /** @type {const} */ ("2-digit") : undefined;
-  return times.map((time) =>
-    new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second, hour12: false }),
-  );
+  const second = times.some((each) => each % 60 !== 0) ? /** @type {const} */ ("2-digit") : undefined;
+  return times.map((each) => time(each * 1000, { hour: "2-digit", minute: "2-digit", second, hour12: false }));
 }
 
 /**

@@ -1,6 +1,7 @@
 // @ts-check
 /** Definitions of the charts. Pure. */
 
+import { t } from "../i18n.js";
 import { count, degrees, duration, memory, short } from "./format.js";
 import { hasGpu } from "./gpu.js";
 
@@ -23,30 +24,30 @@ const HOT_C = 90;
 export function chartsOf(metrics) {
   /** @type {ChartOptions[]} */
   const charts = [
-    { title: "Tokens per second", show: short, lines: [{ column: "tokensPerS", label: "all turns" }] },
+    { title: t("chart.tokens"), show: short, lines: [{ column: "tokensPerS", label: t("chart.tokens_all") }] },
     {
-      title: "Time to first token",
+      title: t("chart.first"),
       show: duration,
       steps: MS_STEPS,
-      lines: [{ column: "ttftMs", label: "last turn", stepped: true }],
+      lines: [{ column: "ttftMs", label: t("chart.first_last"), stepped: true }],
     },
     {
-      title: "Turns",
+      title: t("chart.turns"),
       show: count,
       steps: stepsTo(metrics?.inference.slots ?? 0),
       ceiling: metrics?.inference.slots,
       lines: [
-        { column: "running", label: "running", stepped: true },
-        { column: "waiting", label: "waiting", stepped: true },
+        { column: "running", label: t("chart.running"), stepped: true },
+        { column: "waiting", label: t("chart.waiting"), stepped: true },
       ],
     },
     {
-      title: "Sessions",
+      title: t("chart.sessions"),
       show: count,
       steps: WHOLE_STEPS,
       lines: [
-        { column: "sessions", label: "open", stepped: true },
-        { column: "parked", label: "parked", stepped: true },
+        { column: "sessions", label: t("chart.open"), stepped: true },
+        { column: "parked", label: t("chart.parked"), stepped: true },
       ],
     },
   ];
@@ -54,8 +55,8 @@ export function chartsOf(metrics) {
   const vramMb = metrics.gpu.vram_total_mb;
   return [
     ...charts,
-    { title: "VRAM", show: memory, steps: MIB_STEPS, ceiling: vramMb, lines: [{ column: "vramMb", label: "in use" }] },
-    { title: "GPU temperature", show: degrees, ceiling: HOT_C, lines: [{ column: "temperature", label: "now" }] },
+    { title: t("chart.vram"), show: memory, steps: MIB_STEPS, ceiling: vramMb, lines: [{ column: "vramMb", label: t("chart.in_use") }] },
+    { title: t("chart.temperature"), show: degrees, ceiling: HOT_C, lines: [{ column: "temperature", label: t("chart.now") }] },
   ];
 }
 

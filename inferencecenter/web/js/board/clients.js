@@ -1,6 +1,7 @@
 // @ts-check
 /** The connected clients, for accounts that may list them, and their disconnection. */
 
+import { t } from "../i18n.js";
 import { html, useState } from "../ui.js";
 import { Confirm } from "../views/dialog.js";
 import { asWireError } from "../wire/errors.js";
@@ -13,11 +14,11 @@ import { Panel, Unanswered } from "./panels.js";
 // Each request is recorded in the daemon's audit log, so it is rare.
 const EVERY_MS = 20_000;
 const NUMBERS = /** @type {const} */ ([
-  ["connections", "Connections"],
-  ["addresses", "Addresses"],
-  ["sessions", "Sessions"],
-  ["busy", "Answering"],
-  ["tokens_today", "Tokens today"],
+  ["connections", "clients.connections"],
+  ["addresses", "clients.addresses"],
+  ["sessions", "clients.sessions"],
+  ["busy", "clients.busy"],
+  ["tokens_today", "clients.tokens_today"],
 ]);
 
 /** @param {{link: import("../wire/link.js").Link, active: boolean, own: string}} props  `own` is the signed-in account. */
@@ -31,23 +32,23 @@ export function Clients({ link, active, own }) {
   const disconnect = async (/** @type {string} */ name) => {
     try {
       const { connections } = await link.request("kick", { client_id: name });
-      setSaid({ words: `${name} was disconnected: ${inWords(connections)} closed.`, failed: false });
+      setSaid({ words: t("clients.disconnected", { name, n: connections }), failed: false });
     } catch (error) {
       const { message, hint } = asWireError(error);
       setSaid({ words: `${message} ${hint}`.trim(), failed: true });
     }
     setTimes((before) => before + 1);
   };
-  return html`<${Panel} title="Connected clients">
+  return html`<${Panel} title=${t("clients.title")}>
     <${Unanswered} told=${told} nothing=${!clients.length} />
     <div role="status">${said.words && html`<p class=${said.failed ? "problem" : "board-note"}>${said.words}</p>`}</div>
     ${clients.length > 0 &&
-    html`<div class="table-scroll" tabindex="0" role="region" aria-label="Connected clients as a table">
+    html`<div class="table-scroll" tabindex="0" role="region" aria-label=${t("clients.table")}>
       <table>
         <thead>
           <tr>
-            <th scope="col">Client</th>
-            ${NUMBERS.map(([name, label]) => html`<th scope="col" key=${name} class="number">${label}</th>`)}
+            <th scope="col">${t("clients.client")}</th>
+            ${NUMBERS.map(([name, key]) => html`<th scope="col" key=${name} class="number">${t(key)}</th>`)}
             <td class="client-act"></td>
           </tr>
         </thead>
@@ -60,7 +61,7 @@ export function Clients({ link, active, own }) {
       </table>
     </div>`}
     ${chosen &&
-    html`<${Confirm} title=${`Disconnect ${chosen.client_id}?`} text=${warningOf(chosen, own)} action="Disconnect"
+    html`<${Confirm} title=${t("clients.disconnect_question", { name: chosen.client_id })} text=${warningOf(chosen, own)} action=${t("clients.disconnect")}
       onConfirm=${() => disconnect(chosen.client_id)} onClose=${() => setChosen(null)} />`}
   <//>`;
 }
@@ -69,12 +70,12 @@ export function Clients({ link, active, own }) {
 function Row({ client, own, active, onDisconnect }) {
   return html`<tr>
     <th scope="row" class="client-name">
-      ${client.client_id}${own && html` <span class="pill" data-mood="accent">You</span>`}
+      ${client.client_id}${own && html` <span class="pill" data-mood="accent">${t("clients.you")}</span>`}
     </th>
     ${NUMBERS.map(([name]) => html`<td key=${name} class="number">${count(client[name])}</td>`)}
     <td class="client-act">
       <button type="button" class="button small" disabled=${!active} onClick=${onDisconnect}
-        aria-label=${`Disconnect ${client.client_id}`}>Disconnect</button>
+        aria-label=${t("clients.disconnect_one", { name: client.client_id })}>${t("clients.disconnect")}</button>
     </td>
   </tr>`;
 }
@@ -86,14 +87,6 @@ function Row({ client, own, active, onDisconnect }) {
  * @param {string} own  The signed-in account.
  */
 function warningOf(client, own) {
-  return [
-    client.client_id === own ? "This is your own account, and this page will be signed out. " : "",
-    `${inWords(client.connections)} will be closed. Its sessions continue, and the client may reconnect: `,
-    "revoke its tokens to keep it out.",
-  ].join("");
-}
-
-/** @param {number} connections */
-function inWords(connections) {
-  return connections === 1 ? "1 connection" : `${count(connections)} connections`;
+  const warning = t("clients.warning", { n: client.connections });
+  return client.client_id === own ? `${t("clients.own")} ${warning}` : warning;
 }

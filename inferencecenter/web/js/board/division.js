@@ -1,7 +1,8 @@
 // @ts-check
 /** How a plan divides memory: the parts of each bar, and notes. Pure. */
 
-import { bytes, count } from "./format.js";
+import { t } from "../i18n.js";
+import { bytes, count, percent } from "./format.js";
 
 /** @typedef {import("../wire/types.js").EnginePlan} EnginePlan */
 /** @typedef {import("../wire/types.js").PlannedDevice} PlannedDevice */
@@ -16,15 +17,6 @@ import { bytes, count } from "./format.js";
  * @property {boolean} short  Whether its memory is insufficient.
  */
 
-/** @type {Readonly<Record<PartName, string>>} */
-export const PART_NAMES = {
-  weights: "Weights",
-  kv: "KV",
-  buffers: "Buffers",
-  driver: "Driver",
-  others: "Used by other processes",
-  free: "Free",
-};
 const NOT_RUNNING = new Set(["asleep", "stopped", "failed"]);
 const SAME_PERCENT = 1;
 
@@ -47,11 +39,11 @@ export function placesOf(plan) {
 export function settingsOf(plan) {
   const { devices, kv_type_k: keys, kv_type_v: values } = plan;
   return [
-    ["Slots", count(plan.slots)],
-    ["KV cache type", keys === values ? keys : `${keys} keys, ${values} values`],
-    ["Batch", `${count(plan.n_batch)} tokens, ${count(plan.n_ubatch)} at once`],
-    ["Flash attention", plan.flash_attention ? "on" : "off"],
-    ["GPUs", gpusInWords(devices.length, plan.split_mode)],
+    [t("plan.slots"), count(plan.slots)],
+    [t("plan.kv_type"), keys === values ? keys : t("plan.kv_types", { keys, values })],
+    [t("plan.batch"), t("plan.batch_sizes", { batch: plan.n_batch, ubatch: plan.n_ubatch })],
+    [t("plan.flash"), t(plan.flash_attention ? "plan.on" : "plan.off")],
+    [t("plan.gpus"), gpusInWords(devices.length, plan.split_mode)],
   ];
 }
 
@@ -63,10 +55,10 @@ export function settingsOf(plan) {
  */
 export function caveatOf(plan, values) {
   if (NOT_RUNNING.has(values.state)) {
-    return "This is the plan of the last start. No engine is running, so none of this memory is in use.";
+    return t("plan.not_running");
   }
   if (plan.n_gpu_layers > 0 && values.state === "ready" && values.gpu_layers === 0) {
-    return "The engine found no usable GPU and runs on the CPU; see the daemon's log for the reason.";
+    return t("plan.no_usable_gpu");
   }
   return "";
 }
@@ -79,9 +71,17 @@ export function caveatOf(plan, values) {
 export function processorInWords(plan) {
   if (plan.devices.length) return "";
   const reason = plan.reasons.find((each) => each.name === "n_gpu_layers");
-  if (!reason) return "Everything is on the CPU.";
-  const why = reason.explicit ? "set by engine.n_gpu_layers" : reason.why;
-  return `Everything is on the CPU: ${why}.`;
+  if (!reason) return t("plan.cpu");
+  const why = reason.explicit ? t("plan.cpu_set") : reason.why;
+  return t("plan.cpu_why", { why });
+}
+
+/**
+ * @param {number} part
+ * @param {number} whole
+ */
+function layersInWords(part, whole) {
+  return t("plan.layers", { part, whole });
 }
 
 /**
@@ -93,7 +93,7 @@ function ofDevice(device, layers) {
   const { weight_bytes: weights, kv_bytes: kv, compute_bytes: buffers, context_bytes: driver } = device;
   const needed = weights + kv + buffers + driver;
   const others = Math.max(0, device.total_bytes - device.free_bytes);
-  const notes = [`${count(device.layers)} of ${count(layers)} layers`, `${bytes(needed)} planned`];
+  const notes = [layersInWords(device.layers, layers), t("plan.planned", { size: bytes(needed) })];
   if (device.used_bytes !== undefined) notes.push(tookInWords(device.used_bytes, needed));
   const sizes = { weights, kv, buffers, driver, others, free: Math.max(0, device.free_bytes - needed) };
   return {
@@ -111,10 +111,10 @@ function ofHost({ host, layers, n_gpu_layers: onGpus }) {
   const needed = weights + kv + buffers;
   const available = host.available_bytes ?? null;
   const free = available === null ? {} : { free: Math.max(0, available - needed) };
-  const notes = [`${count(layers - onGpus)} of ${count(layers)} layers`, `${bytes(needed)} planned`];
-  if (host.expert_layers) notes.push(`the experts of ${count(host.expert_layers)} layers on GPUs`);
+  const notes = [layersInWords(layers - onGpus, layers), t("plan.planned", { size: bytes(needed) })];
+  if (host.expert_layers) notes.push(t("plan.experts", { count: host.expert_layers }));
   return {
-    id: "host", name: "Main memory", notes, parts: partsOf({ weights, kv, buffers, ...free }),
+    id: "host", name: t("plan.main_memory"), notes, parts: partsOf({ weights, kv, buffers, ...free }),
     short: available !== null && needed > available,
   };
 }
@@ -135,8 +135,9 @@ function partsOf(sizes) {
  */
 function tookInWords(took, needed) {
   const off = Math.round((100 * (took - needed)) / Math.max(1, needed));
-  if (Math.abs(off) < SAME_PERCENT) return `${bytes(took)} used, as planned`;
-  return `${bytes(took)} used, ${Math.abs(off)} % ${off > 0 ? "more" : "less"}`;
+  const size = bytes(took);
+  if (Math.abs(off) < SAME_PERCENT) return t("plan.used_as_planned", { size });
+  return t(off > 0 ? "plan.used_more" : "plan.used_less", { size, percent: percent(Math.abs(off) / 100) });
 }
 
 /**
@@ -144,6 +145,6 @@ function tookInWords(took, needed) {
  * @param {EnginePlan["split_mode"]} split
  */
 function gpusInWords(devices, split) {
-  if (!devices) return "none";
-  return split === "layer" ? `${count(devices)}, divided by layers` : count(devices);
+  if (!devices) return t("plan.no_gpus");
+  return split === "layer" ? t("plan.by_layers", { count: devices }) : count(devices);
 }

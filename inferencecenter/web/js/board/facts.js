@@ -1,6 +1,7 @@
 // @ts-check
 /** Formats the readings of `status`. Pure. */
 
+import { known, t } from "../i18n.js";
 import { NOTHING, bytes, count, duration, magnitude, percent, short } from "./format.js";
 
 /** @typedef {{name: string, label: string, text: string}} Fact */
@@ -9,51 +10,49 @@ import { NOTHING, bytes, count, duration, magnitude, percent, short } from "./fo
 /** @type {Show} */
 const words = (value) => String(value).replaceAll("_", " ");
 /** @type {Show} */
-const tokens = (value) => `${count(value)} tokens`;
+const tokens = (value) => t("unit.tokens", { count: value });
+/** @type {(part: string, whole: string) => string} */
+const partOf = (part, whole) => t("unit.of", { part, whole });
+/** @type {Show} */
+const speed = (value) => t("unit.tokens_per_s", { count: short(value) });
 
-/** @type {Readonly<Record<string, [string, Show]>>} */
+/** @type {Readonly<Record<string, Show>>} */
 const KNOWN = {
-  name: ["Model", String],
-  architecture: ["Architecture", String],
-  parameters: ["Parameters", magnitude],
-  model_bytes: ["Weights", bytes],
-  n_ctx: ["Context per session", tokens],
-  n_ctx_train: ["Training context", tokens],
-  n_vocab: ["Vocabulary", tokens],
-  gpu_layers: [
-    "Layers on the GPU",
-    (value, { layers }) => (layers ? `${count(value)} of ${count(layers)}` : count(value)),
-  ],
-  backend: ["Backend", String],
-  threads: ["CPU threads", count],
-  lora: ["LoRA", String],
-  library: ["Library", String],
-  load_fraction: ["Loaded", percent],
-  running: ["Turns running", count],
-  waiting: ["Turns waiting", count],
-  unfinished: ["Your unfinished turns", count],
-  slots: ["Slots", count],
-  pressure: ["Pressure", words],
-  memory_used_bytes: [
-    "Main memory in use",
-    (value, { memory_limit_bytes: limit }) => (limit ? `${bytes(value)} of ${bytes(limit)}` : bytes(value)),
-  ],
-  engine_rss_bytes: ["Engine process", bytes],
-  parked_sessions: ["Parked sessions", count],
-  parked_bytes: ["Parked KV", bytes],
-  parked_ram_bytes: ["Parked KV cache in memory", bytes],
-  tokens: ["Tokens in your sessions", count],
-  messages: ["Messages in your sessions", count],
-  last_tps: ["Last turn", (value) => `${short(value)} tokens/s`],
-  last_ttft_ms: ["Time to first token", duration],
-  tokens_per_s: ["Now", (value) => `${short(value)} tokens/s`],
-  total_tokens_generated: ["Generated since the start", tokens],
-  restarts: ["Engine restarts", count],
-  sessions: ["Sessions", count],
-  max_sessions: ["Maximum sessions", count],
-  busy: ["Sessions generating", count],
-  connections: ["Connections", count],
-  storage: ["Storage", words],
+  name: String,
+  architecture: String,
+  parameters: magnitude,
+  model_bytes: bytes,
+  n_ctx: tokens,
+  n_ctx_train: tokens,
+  n_vocab: tokens,
+  gpu_layers: (value, { layers }) => (layers ? partOf(count(value), count(layers)) : count(value)),
+  backend: String,
+  threads: count,
+  lora: String,
+  library: String,
+  load_fraction: percent,
+  running: count,
+  waiting: count,
+  unfinished: count,
+  slots: count,
+  pressure: words,
+  memory_used_bytes: (value, { memory_limit_bytes: limit }) => (limit ? partOf(bytes(value), bytes(limit)) : bytes(value)),
+  engine_rss_bytes: bytes,
+  parked_sessions: count,
+  parked_bytes: bytes,
+  parked_ram_bytes: bytes,
+  tokens: count,
+  messages: count,
+  last_tps: speed,
+  last_ttft_ms: duration,
+  tokens_per_s: speed,
+  total_tokens_generated: tokens,
+  restarts: count,
+  sessions: count,
+  max_sessions: count,
+  busy: count,
+  connections: count,
+  storage: words,
 };
 /** Included in the preceding fact, or shown elsewhere. */
 const ELSEWHERE = new Set(["state", "layers", "memory_limit_bytes"]);
@@ -68,7 +67,8 @@ export function factsOf(values) {
   return Object.entries(values ?? {})
     .filter(([name, value]) => value !== null && !ELSEWHERE.has(name))
     .map(([name, value]) => {
-      const [label, show] = KNOWN[name] ?? [unknownLabel(name), words];
+      const show = KNOWN[name] ?? words;
+      const label = known("fact", name) ?? unknownLabel(name);
       return { name, label, text: show(value, values ?? {}) || NOTHING };
     });
 }
@@ -81,17 +81,8 @@ function unknownLabel(name) {
 
 /** @typedef {"good" | "busy" | "bad" | "calm"} Mood */
 
-/** @type {Readonly<Record<string, [string, Mood]>>} */
-const STATES = {
-  ready: ["Ready", "good"],
-  starting: ["Loading the model", "busy"],
-  backoff: ["Restarting", "busy"],
-  draining: ["Finishing running turns", "busy"],
-  suspending: ["Going to sleep", "calm"],
-  asleep: ["Asleep until the next message", "calm"],
-  stopped: ["Stopped", "bad"],
-  failed: ["Failed", "bad"],
-};
+/** @type {Readonly<Record<string, Mood>>} */
+const MOODS = { ready: "good", starting: "busy", backoff: "busy", draining: "busy", stopped: "bad", failed: "bad" };
 
 /**
  * Returns an engine's state as text, and its mood.
@@ -100,5 +91,5 @@ const STATES = {
  * @returns {[string, Mood]}
  */
 export function stateInWords(state) {
-  return STATES[state ?? ""] ?? [state ?? "Unknown", "calm"];
+  return state ? [known("engine", state) ?? state, MOODS[state] ?? "calm"] : [t("engine.unknown"), "calm"];
 }

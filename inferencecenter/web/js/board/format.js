@@ -1,6 +1,8 @@
 // @ts-check
 /** Formats numbers for display. Pure. */
 
+import { number } from "../i18n.js";
+
 /** Placeholder for an unknown value. */
 export const NOTHING = "–";
 
@@ -16,7 +18,7 @@ const DAY_S = 86_400;
  * @param {number | null | undefined} value
  */
 export function count(value) {
-  return value === null || value === undefined ? NOTHING : Math.round(value).toLocaleString("en");
+  return value === null || value === undefined ? NOTHING : number(Math.round(value));
 }
 
 /**
@@ -28,7 +30,7 @@ export function short(value) {
   if (value === null || value === undefined) return NOTHING;
   const size = Math.abs(value);
   if (size >= 100 || Number.isInteger(value)) return count(value);
-  return value.toFixed(size >= 10 ? 1 : 2);
+  return number(value, size >= 10 ? 1 : 2);
 }
 
 /**
@@ -53,7 +55,7 @@ export function duration(ms) {
   if (ms === null || ms === undefined) return NOTHING;
   if (ms < SECOND_MS) return `${Math.round(ms)} ms`;
   const s = ms / SECOND_MS;
-  if (s < MINUTE_S) return `${s < 10 ? s.toFixed(1) : Math.round(s)} s`;
+  if (s < MINUTE_S) return `${number(s, s < 10 ? 1 : 0)} s`;
   if (s < HOUR_S) return `${Math.round(s / MINUTE_S)} min`;
   const [whole, rest] = s < DAY_S ? [HOUR_S, MINUTE_S] : [DAY_S, HOUR_S];
   const [wholeName, restName] = s < DAY_S ? ["h", "min"] : ["d", "h"];
@@ -86,7 +88,7 @@ export function bytes(value) {
  * @param {number | null | undefined} celsius
  */
 export function degrees(celsius) {
-  return celsius === null || celsius === undefined ? NOTHING : `${Math.round(celsius)} °C`;
+  return celsius === null || celsius === undefined ? NOTHING : `${number(celsius, 0)} °C`;
 }
 
 /**
@@ -95,5 +97,5 @@ export function degrees(celsius) {
  * @param {number} fraction  From 0 to 1.
  */
 export function percent(fraction) {
-  return `${Math.round(fraction * 100)} %`;
+  return `${number(fraction * 100, 0)} %`;
 }

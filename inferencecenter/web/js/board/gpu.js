@@ -1,6 +1,9 @@
 // @ts-check
 /** Formats the GPU's readings. Pure. */
 
+import { t } from "../i18n.js";
+import { percent } from "./format.js";
+
 /** @typedef {import("../wire/types.js").GpuReadings} GpuReadings */
 
 /**
@@ -19,8 +22,8 @@ export function hasGpu(gpu) {
  * @param {GpuReadings} gpu
  */
 export function effortOf({ throttling, utilization, power_watts: watts }) {
-  if (throttling) return "throttled";
-  const busy = utilization === null ? "" : `${Math.round(utilization)} % busy`;
+  if (throttling) return t("gpu.throttled");
+  const busy = utilization === null ? "" : t("gpu.busy", { percent: percent(utilization / 100) });
   return [busy, watts === null ? "" : `${Math.round(watts)} W`].filter(Boolean).join(", ");
 }
 
@@ -32,9 +35,9 @@ export function effortOf({ throttling, utilization, power_watts: watts }) {
  */
 export function gpuInWords(gpu, thermal) {
   if (!gpu) return "";
-  if (!hasGpu(gpu)) return "No GPU is in use or readable, so VRAM and temperature are not shown.";
-  const reasons = gpu.throttle_reasons?.length ? `: ${gpu.throttle_reasons.join(", ")}` : "";
-  const slowed = gpu.throttling ? `It is throttled${reasons}` : "";
-  const heat = thermal && thermal.state !== "cool" ? `It is ${thermal.state}: ${thermal.action}` : "";
+  if (!hasGpu(gpu)) return t("gpu.none");
+  const why = gpu.throttle_reasons?.join(", ");
+  const slowed = gpu.throttling ? (why ? t("gpu.slowed_why", { why }) : t("gpu.slowed")) : "";
+  const heat = thermal && thermal.state !== "cool" ? t("gpu.heat", { state: thermal.state, action: thermal.action }) : "";
   return [gpu.name, slowed, heat].filter(Boolean).join(". ");
 }

@@ -1,6 +1,7 @@
 // @ts-check
 /** Text panels of the dashboard: facts, and readings as a table. */
 
+import { t } from "../i18n.js";
 import { html, useId } from "../ui.js";
 import { factsOf } from "./facts.js";
 
@@ -37,7 +38,7 @@ export function Facts({ title, told }) {
  */
 export function Unanswered({ told, nothing }) {
   if (told.fault) return html`<p class="problem">${told.fault}</p>`;
-  return nothing && html`<p class="hint">${told.answer ? "No data." : "Loading…"}</p>`;
+  return nothing && html`<p class="hint">${t(told.answer ? "board.no_data" : "notice.loading")}</p>`;
 }
 
 /**
@@ -58,28 +59,29 @@ export function FactList({ facts, wide = false }) {
  * @param {readonly import("./chart.js").ChartOptions[]} props.charts
  * @param {import("./history.js").History} props.history
  * @param {number} props.windowS
+ * @param {string} [props.label]
  */
-export function Readings({ charts, history, windowS }) {
+export function Readings({ charts, history, windowS, label = t("board.metrics_table") }) {
   const rows = charts.flatMap((chart) =>
     chart.lines.map((line) => {
-      const label = chart.lines.length > 1 ? `${chart.title}: ${line.label}` : chart.title;
-      return { label, show: chart.show, summary: history.summary(line.column, windowS) };
+      const name = chart.lines.length > 1 ? `${chart.title}: ${line.label}` : chart.title;
+      return { name, show: chart.show, summary: history.summary(line.column, windowS) };
     }),
   );
-  return html`<div class="table-scroll" tabindex="0" role="region" aria-label="Metrics as a table">
+  return html`<div class="table-scroll" tabindex="0" role="region" aria-label=${label}>
     <table>
       <thead>
         <tr>
-          <th scope="col">Metric</th>
-          ${["Now", "Minimum", "Average", "Maximum"].map(
+          <th scope="col">${t("board.metric")}</th>
+          ${[t("board.now"), t("board.minimum"), t("board.average"), t("board.maximum")].map(
             (name) => html`<th scope="col" key=${name} class="number">${name}</th>`,
           )}
         </tr>
       </thead>
       <tbody>
         ${rows.map(
-          ({ label, show, summary }) => html`<tr key=${label}>
-            <th scope="row">${label}</th>
+          ({ name, show, summary }) => html`<tr key=${name}>
+            <th scope="row">${name}</th>
             ${[summary.now, summary.lowest, summary.mean, summary.highest].map(
               (value) => html`<td class="number">${show(value)}</td>`,
             )}

@@ -1,8 +1,9 @@
 // @ts-check
 /** The model and its placement: per device, as bars, as a table for accessibility, and the reasons. */
 
+import { t } from "../i18n.js";
 import { html } from "../ui.js";
-import { PART_NAMES, caveatOf, placesOf, processorInWords, settingsOf } from "./division.js";
+import { caveatOf, placesOf, processorInWords, settingsOf } from "./division.js";
 import { factsOf } from "./facts.js";
 import { bytes } from "./format.js";
 import { FactList, Panel, Unanswered } from "./panels.js";
@@ -24,7 +25,7 @@ export function ModelPanel({ told }) {
   const plan = told.answer?.plan;
   const facts = factsOf(values);
   const settings = plan ? settingsOf(plan).map(([label, text]) => ({ name: label, label, text })) : [];
-  return html`<${Panel} title=${plan ? "Model and plan" : "Model"}>
+  return html`<${Panel} title=${t(plan ? "plan.title" : "plan.model")}>
     <${Unanswered} told=${told} nothing=${!facts.length} />
     <${FactList} facts=${[...facts, ...settings]} wide />
     ${plan && html`<${Division} plan=${plan} values=${values} />`}
@@ -38,7 +39,7 @@ function Division({ plan, values }) {
   const processor = processorInWords(plan);
   const advice = html`<ul class="plan-advice">${plan.advice.map((line) => html`<li>${line}</li>`)}</ul>`;
   return html`<div class="plan">
-    ${!plan.fits && html`<div><p class="problem">The plan does not fit.</p>${advice}</div>`}
+    ${!plan.fits && html`<div><p class="problem">${t("plan.does_not_fit")}</p>${advice}</div>`}
     ${caveat && html`<p class="plan-note">${caveat}</p>`}
     ${processor && html`<p class="plan-note">${processor}</p>`}
     <div class="places" aria-hidden="true">
@@ -46,15 +47,15 @@ function Division({ plan, values }) {
     </div>
     <div class="visually-hidden"><${PlaceTable} places=${places} /></div>
     <p class="hint">
-      As planned when the engine was started, of what was free then. Layers count the output matrix as one.
+      ${t("plan.hint")}
     </p>
     <details class="plan-why">
-      <summary>Why</summary>
+      <summary>${t("plan.why")}</summary>
       <ul>
         ${plan.reasons.map(
           ({ name, value, why, explicit }) => html`<li key=${name}>
             <code>${name}</code> <b>${value}</b>${" "}
-            <span>${explicit && !why.startsWith("set") ? `${why} (set)` : why}</span>
+            <span>${explicit && !why.startsWith("set") ? t("plan.set", { why }) : why}</span>
           </li>`,
         )}
       </ul>
@@ -80,7 +81,7 @@ function PlaceBar({ place }) {
       ${place.parts.map(
         (part) => (part.bytes > 0 || part.name === "free") &&
           html`<span key=${part.name}>
-            <i class="swatch part-${part.name}"></i>${PART_NAMES[part.name]} <b>${bytes(part.bytes)}</b>
+            <i class="swatch part-${part.name}"></i>${t(`part.${part.name}`)} <b>${bytes(part.bytes)}</b>
           </span>`,
       )}
     </div>
@@ -92,12 +93,12 @@ function PlaceTable({ places }) {
   const sizeOf = (/** @type {Place} */ place, /** @type {string} */ name) =>
     bytes(place.parts.find((part) => part.name === name)?.bytes);
   return html`<table>
-    <caption>Memory by device</caption>
+    <caption>${t("plan.table")}</caption>
     <thead>
       <tr>
-        <th scope="col">Device</th>
-        <th scope="col">Plan</th>
-        ${PARTS.map((name) => html`<th key=${name} scope="col">${PART_NAMES[name]}</th>`)}
+        <th scope="col">${t("plan.device")}</th>
+        <th scope="col">${t("plan.plan")}</th>
+        ${PARTS.map((name) => html`<th key=${name} scope="col">${t(`part.${name}`)}</th>`)}
       </tr>
     </thead>
     <tbody>

@@ -1,34 +1,22 @@
 // @ts-check
-/** The available models, and operations on them. */
+/** Operations on the available models. */
 
+import { t } from "../i18n.js";
+import { readModels } from "../models.js";
 import { signal } from "../ui.js";
 import { asWireError } from "../wire/errors.js";
 
 /** @typedef {import("../wire/link.js").Link} Link */
 /** @typedef {{name: string, phase: "asked" | "draining" | "loading", done: number}} Swap */
 
-/** The models of one daemon. */
 export class Shelf {
   /** @param {Link} link */
   constructor(link) {
     this._link = link;
-    /** As listed by `models`; null before the first reply. */
-    this.models = signal(/** @type {readonly import("../wire/types.js").ModelSummary[] | null} */ (null));
     /** The pending swap that this page requested. */
     this.swap = signal(/** @type {Swap | null} */ (null));
     /** Result of the last operation. */
     this.said = signal({ words: "", hint: "", failed: false });
-    const changes = /** @type {const} */ (["model_changed", "model_unloaded", "engine"]);
-    for (const op of changes) link.on(op, () => void this.refresh());
-  }
-
-  /** Reads the list again. */
-  async refresh() {
-    try {
-      this.models.value = (await this._link.request("list_models")).models;
-    } catch (error) {
-      this._failed(error);
-    }
   }
 
   /**
@@ -42,13 +30,13 @@ export class Shelf {
     this._say("");
     try {
       const last = await this._link.request("load_model", { name }, { isInterim: (event) => this._goesOn(event) });
-      if (last.phase === "failed") this._say(`${name} could not be loaded: ${last.detail}`, { failed: true });
-      else this._say(`${name} is now the default model.`);
+      if (last.phase === "failed") this._say(t("models.load_failed", { name, why: last.detail }), { failed: true });
+      else this._say(t("models.switched", { name }));
     } catch (error) {
       this._failed(error);
     }
     this.swap.value = null;
-    await this.refresh();
+    await readModels();
   }
 
   /**
@@ -59,11 +47,11 @@ export class Shelf {
   async unload(name) {
     try {
       await this._link.request("unload_model", { name });
-      this._say(`${name} is unloaded once its turns have ended.`);
+      this._say(t("models.unloading", { name }));
     } catch (error) {
       this._failed(error);
     }
-    await this.refresh();
+    await readModels();
   }
 
   /** @param {import("../wire/link.js").WireEvent} event */
@@ -92,7 +80,7 @@ export class Shelf {
 const shelves = new WeakMap();
 
 /**
- * Returns a link's models, with the swap that continues while they are not displayed.
+ * Returns a link's operations, with the swap that continues while they are not displayed.
  *
  * @param {Link} link
  * @returns {Shelf}

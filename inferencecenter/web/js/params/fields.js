@@ -1,16 +1,19 @@
 // @ts-check
 /** Parameters as text: formatting, parsing and validation. Pure. */
 
-import { labelOf } from "./labels.js";
+import { labelOf } from "../choices.js";
+import { loadTexts, t } from "../i18n.js";
+
+await loadTexts("settings");
 
 /** @typedef {import("../wire/params.js").ParamSpec} Parameter */
 /** @typedef {{value?: unknown, fault?: string}} Reading  Neither: the default. */
 
 /** Placeholder of a field without a value or default. */
 const WITHOUT = new Map([
-  ["seed", "random"],
-  ["max_tokens", "no limit"],
-  ["max_time_ms", "no limit"],
+  ["seed", t("params.random")],
+  ["max_tokens", t("params.no_limit")],
+  ["max_time_ms", t("params.no_limit")],
 ]);
 /** Maximum range for a slider. */
 const SLIDER_SPAN = 20;
@@ -53,9 +56,9 @@ export function textOf(parameter, value) {
  * @returns {string}
  */
 export function defaultText(parameter, value) {
-  if (value === null || value === undefined) return WITHOUT.get(parameter.name) ?? "none";
-  if (typeof value === "boolean") return value ? "on" : "off";
-  if (typeof value === "object" && !Object.keys(value).length) return "none";
+  if (value === null || value === undefined) return WITHOUT.get(parameter.name) ?? t("params.none");
+  if (typeof value === "boolean") return t(value ? "params.on" : "params.off");
+  if (typeof value === "object" && !Object.keys(value).length) return t("params.none");
   return textOf(parameter, value).replaceAll("\n", "  ");
 }
 
@@ -144,8 +147,7 @@ function pairs(parameter, text) {
     const match = /^\s*(\d{1,10})\s*[:=]\s*(false|[-+]?\d+(?:\.\d+)?)\s*$/.exec(line);
     const bias = match && (match[2] === "false" ? false : Number(match[2]));
     if (!match || bias === null || Math.abs(Number(bias)) > MAX_BIAS || match[1] in value) {
-      const form = "write one “token id: bias” per line, each token once, each bias false or from -100 to 100";
-      return { fault: `“${line.trim()}” is not understood: ${form}.` };
+      return { fault: t("params.bad_bias", { line: line.trim() }) };
     }
     value[match[1]] = bias;
   }
@@ -173,7 +175,7 @@ function sizeOf({ allowed }, text) {
 
 /** @param {Parameter} parameter */
 function refused(parameter) {
-  return { fault: `It must be ${parameter.allowed}.` };
+  return { fault: t("params.must_be", { allowed: parameter.allowed }) };
 }
 
 /** @param {unknown} value */

@@ -1,15 +1,19 @@
 // @ts-check
 /** Named sampling presets. Pure. */
 
+import { loadTexts, t } from "../i18n.js";
+
+await loadTexts("settings");
+
 /** @typedef {Record<string, unknown>} Params */
 
 /** @type {readonly {name: string, about: string, params: Readonly<Params>}[]} */
 export const PRESETS = [
-  { name: "Precise", about: "Prefers probable tokens", params: { temperature: 0.2, top_p: 0.9, top_k: 20 } },
-  { name: "Balanced", about: "Defaults of the model and the server", params: {} },
+  { name: t("params.precise"), about: t("params.precise_about"), params: { temperature: 0.2, top_p: 0.9, top_k: 20 } },
+  { name: t("params.balanced"), about: t("params.balanced_about"), params: {} },
   {
-    name: "Creative",
-    about: "Allows less probable tokens",
+    name: t("params.creative"),
+    about: t("params.creative_about"),
     params: { temperature: 1.2, top_p: 1, top_k: 0, min_p: 0.08 },
   },
 ];

@@ -1,7 +1,7 @@
 // @ts-check
 /** Renders the blocks of an answer to DOM nodes. */
 
-import { copy } from "./clipboard.js";
+import { t } from "../i18n.js";
 import { begin } from "./slices.js";
 
 const COPIED_MS = 1500;
@@ -32,11 +32,11 @@ export class CodeBlock {
     const named = info.trim().split(/\s+/)[0] ?? "";
     const head = element("div", "code-head");
     const label = element("span", "code-language");
-    label.textContent = named || "text";
+    label.textContent = named || t("message.text");
     const pre = element("pre", "");
     pre.tabIndex = 0;
     pre.dir = "ltr";
-    pre.setAttribute("aria-label", named ? `Code, ${named}` : "Code");
+    pre.setAttribute("aria-label", named ? t("message.code_in", { language: named }) : t("message.code"));
     pre.setAttribute("role", "region");
     head.append(label, copyButton(() => this.text));
     this.element = element("div", "code-block");
@@ -101,7 +101,7 @@ export class CodeBlock {
       rest = rest.slice(own.length);
       if (!end) return;
       part.complete = true;
-      part.element.style.containIntrinsicBlockSize = `auto ${part.text.split("\n").length - 1 || 1}lh`;
+      part.element.style.containIntrinsicBlockSize = `auto ${part.text.split("\n").length - 1 || 1}lh`; // no text
     }
   }
 
@@ -176,7 +176,7 @@ export function dress(fragment) {
     const frame = element("div", "table-frame");
     frame.tabIndex = 0;
     frame.setAttribute("role", "region");
-    frame.setAttribute("aria-label", "Table");
+    frame.setAttribute("aria-label", t("message.table"));
     table.replaceWith(frame);
     frame.append(table);
   }
@@ -186,11 +186,11 @@ export function dress(fragment) {
 function copyButton(text) {
   const button = /** @type {HTMLButtonElement} */ (element("button", "code-copy"));
   button.type = "button";
-  button.textContent = "Copy";
-  button.setAttribute("aria-label", "Copy code");
+  button.textContent = t("message.copy");
+  button.setAttribute("aria-label", t("message.copy_code"));
   button.addEventListener("click", async () => {
-    button.textContent = (await copy(text())) ? "Copied" : "Not copied";
-    setTimeout(() => (button.textContent = "Copy"), COPIED_MS);
+    button.textContent = t((await copy(text())) ? "message.copied" : "message.not_copied");
+    setTimeout(() => (button.textContent = t("message.copy")), COPIED_MS);
   });
   return button;
 }
@@ -204,4 +204,37 @@ function element(name, className) {
   const made = document.createElement(name);
   if (className) made.className = className;
   return made;
+}
+
+/**
+ * Copies text.
+ *
+ * @param {string} text
+ * @returns {Promise<boolean>} Whether it was copied.
+ */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copyBySelection(text);
+  }
+}
+
+/**
+ * Pages without TLS have no clipboard of their own.
+ *
+ * @param {string} text
+ */
+function copyBySelection(text) {
+  const focused = document.activeElement;
+  const area = document.createElement("textarea");
+  area.value = text;
+  area.className = "visually-hidden";
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  if (focused instanceof HTMLElement) focused.focus();
+  return copied;
 }

@@ -2,6 +2,7 @@
 /** Draws formulas with KaTeX. This module is loaded with the first one. */
 
 import katex from "../../vendor/katex/katex.js";
+import { t } from "../i18n.js";
 
 /** @typedef {{source: string, display: boolean}} Source */
 
@@ -26,7 +27,7 @@ const DEEPEST = 150;
 const MOST_NODES = 6000;
 /** Drawn formulas that are kept: the growing end of an answer is rendered again with each of its parts. */
 const KEPT = 300;
-const TOO_LARGE = "The formula is too large.";
+const TOO_LARGE = t("formula.too_large");
 
 /** @type {Map<string, Element | string>}  The drawing of a formula, or why there is none. */
 const known = new Map();
@@ -37,17 +38,6 @@ const widths = new ResizeObserver((entries) => {
     else target.removeAttribute("tabindex");
   }
 });
-
-/** Loads the style; resolves also if that fails. */
-export function styled() {
-  const link = document.createElement("link");
-  link.rel = "stylesheet";
-  link.href = new URL("../../vendor/katex/katex.css", import.meta.url).href;
-  return new Promise((resolve) => {
-    link.onload = link.onerror = resolve;
-    document.head.append(link);
-  });
-}
 
 /**
  * Draws a formula that was drawn before; returns whether it was.
@@ -81,7 +71,7 @@ export function draw(element, formula) {
  * @returns {Element | string}
  */
 function drawingOf({ source, display }) {
-  if (MULTIPLIES.test(source)) return "Commands that define or repeat others are not supported.";
+  if (MULTIPLIES.test(source)) return t("formula.defines");
   if (depthOf(source) > DEEPEST_GROUP || source.split("&").length > MOST_CELLS) return TOO_LARGE;
   const made = document.createElement("span");
   made.className = "math-drawn";

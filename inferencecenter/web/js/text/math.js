@@ -6,6 +6,7 @@
  * no heading; until one of the two arrives it is open, and shown as its source.
  */
 
+import { styled } from "../ui.js";
 import { beginLater } from "./slices.js";
 
 /** Characters of a formula; a longer one is text. */
@@ -78,9 +79,8 @@ function* drawn(element, formula) {
 
 /** The library, its style and its fonts are loaded with the first formula. */
 function load() {
-  loading ??= import("./formulas.js")
-    .then(async (module) => {
-      await module.styled();
+  loading ??= Promise.all([import("./formulas.js"), styled("vendor/katex/katex.css")])
+    .then(([module]) => {
       drawing = module;
     })
     .catch((error) => {

@@ -1,11 +1,11 @@
 // @ts-check
-import { choicesOf, keepChoices } from "../choices.js";
-import { labelOf } from "../params/labels.js";
+import { choicesOf, keepChoices, labelOf, wireTools } from "../choices.js";
+import { t } from "../i18n.js";
 import { html } from "../ui.js";
 import { Icon } from "./icons.js";
 
 const MOST_SHOWN = 4;
-const FORMS = { none: "", json_schema: "JSON schema", regex: "Regular expression", grammar: "Grammar" };
+const FORMS = /** @type {const} */ ({ json_schema: "form.json_schema", regex: "form.regex", grammar: "form.grammar" });
 
 /**
  * What the next message is sent with beside its text; each can be cleared.
@@ -22,11 +22,11 @@ export function Chips({ id, onOpen }) {
     row?.querySelector("textarea")?.focus();
   };
   return html`
-    <div class="chips" role="group" aria-label="Settings that apply">
+    <div class="chips" role="group" aria-label=${t("chips.title")}>
       ${chips.map(
         ({ label, detail, cleared }) => html`<span class="chip" key=${label}>
           <button type="button" class="chip-open" title=${detail || label} onClick=${onOpen}>${label}</button>
-          <button type="button" class="chip-clear" aria-label=${`Clear: ${label}`} title="Clear"
+          <button type="button" class="chip-clear" aria-label=${t("chips.clear_one", { what: label })} title=${t("chips.clear")}
             onClick=${(/** @type {any} */ event) => clear(event, cleared)}><${Icon} name="close" /></button>
         </span>`,
       )}
@@ -39,14 +39,14 @@ export function Chips({ id, onOpen }) {
  * @param {boolean} isNew  Whether the conversation does not exist yet; later its system prompt and model are fixed.
  * @returns {{label: string, detail?: string, cleared: Partial<import("../choices.js").Choices>}[]}
  */
-function chipsOf({ system, model, params, form }, isNew) {
+function chipsOf({ system, model, params, form, servers, tools }, isNew) {
   const chips = [];
-  if (isNew && system.trim()) chips.push({ label: "System prompt", detail: system, cleared: { system: "" } });
-  if (isNew && model) chips.push({ label: `Model: ${model}`, cleared: { model: "" } });
+  if (isNew && system.trim()) chips.push({ label: t("settings.system"), detail: system, cleared: { system: "" } });
+  if (isNew && model) chips.push({ label: t("chips.model", { model }), cleared: { model: "" } });
   const values = Object.entries(params).map(([name, value]) => ({ name, words: wordsOf(name, value) }));
   if (values.length > MOST_SHOWN) {
     const detail = values.map(({ words }) => words).join("\n");
-    chips.push({ label: `${values.length} parameters`, detail, cleared: { params: {} } });
+    chips.push({ label: t("chips.parameters", { n: values.length }), detail, cleared: { params: {} } });
   } else {
     for (const { name, words } of values) {
       const { [name]: _cleared, ...others } = params;
@@ -54,7 +54,13 @@ function chipsOf({ system, model, params, form }, isNew) {
     }
   }
   const none = /** @type {const} */ ({ kind: "none", text: "" });
-  if (form.kind !== "none" && form.text.trim()) chips.push({ label: FORMS[form.kind], detail: form.text, cleared: { form: none } });
+  const offered = [...servers, ...wireTools(tools).map(({ name }) => name)];
+  if (offered.length > 0) {
+    const shown = offered.length > MOST_SHOWN ? [...offered.slice(0, MOST_SHOWN), "…"] : offered;
+    const label = t("chips.tools", { servers: shown.join(", ") });
+    chips.push({ label, detail: offered.join("\n"), cleared: { servers: [], tools: tools.map((tool) => ({ ...tool, allowed: false })) } });
+  }
+  if (form.kind !== "none" && form.text.trim()) chips.push({ label: t(FORMS[form.kind]), detail: form.text, cleared: { form: none } });
   return chips;
 }
 
@@ -64,5 +70,5 @@ function chipsOf({ system, model, params, form }, isNew) {
  */
 function wordsOf(name, value) {
   const text = typeof value === "object" ? JSON.stringify(value) : String(value);
-  return `${labelOf({ name })}: ${text.length > 24 ? `${text.slice(0, 23)}…` : text}`;
+  return t("chips.value", { name: labelOf({ name }), value: text.length > 24 ? `${text.slice(0, 23)}…` : text });
 }

@@ -1,28 +1,29 @@
 // @ts-check
-import { html, useEffect, useRef, useState } from "../ui.js";
-import { ask, askAgain, askInVersion, fork, newChatInstead, openSession } from "../conversations.js";
-import { modelOfSession, sessions, titleOfSession } from "../list.js";
-import { attempt, hello, link } from "../state.js";
-import { versionsAt } from "../versions.js";
+import { ask, askAgain, askInVersion, fork, newChatInstead, newVersion, openSession, sought, undoVersion } from "../conversations.js";
+import { number, t } from "../i18n.js";
+import { sessions, titleOfSession } from "../list.js";
+import { modelOf, models, stateOf, suggestionsFor } from "../models.js";
+import { attempt, link } from "../state.js";
 import { beginLater } from "../text/slices.js";
-import { Announcer } from "./announcer.js";
+import { html, useEffect, useRef, useState } from "../ui.js";
+import { versionsAt } from "../versions.js";
 import { Chips } from "./chips.js";
-import { Composer, focusComposer } from "./composer.js";
+import { Composer, dropFiles, focusComposer } from "./composer.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";
 import { TurnView } from "./message.js";
 import { Notices } from "./notices.js";
-import { followEnd } from "./scrolling.js";
+import { phaseWords } from "./outcome.js";
 
 /** @typedef {import("../wire/session.js").Session} Session */
 
 const settings = () => import("./settings.js");
+const picker = () => import("./picker.js");
 /** Part of the context from which its meter warns. */
 const NEARLY_FULL = 0.85;
-const SUGGESTIONS = ["Explain how a hash table works.", "Write a haiku about rain.", "Count from 1 to 20."];
 
 // The first call of a number format takes as long as a frame, so it is made in advance.
-addEventListener("load", () => beginLater([1000].map((number) => void number.toLocaleString()).values()), { once: true });
+addEventListener("load", () => beginLater([1000].map((n) => void number(n)).values()), { once: true });
 
 /**
  * One conversation.
@@ -43,6 +44,14 @@ export function Conversation({ session, opener }) {
   useEffect(() => {
     if (live) follower.current?.toEnd();
   }, [live]);
+  const [turns, at] = [session.turns.value, sought.value];
+  useEffect(() => {
+    if (at === null || at.id !== session.id.peek()) return;
+    const turn = scroller.current?.querySelector(`[data-turn="${CSS.escape(at.turnId)}"]`);
+    if (!turn) return;
+    follower.current?.to(turn);
+    sought.value = null;
+  }, [session, turns, at]);
   const closeSettings = () => {
     setChoosing(false);
     gear.current?.focus();
@@ -51,28 +60,29 @@ export function Conversation({ session, opener }) {
   // A deleted session is not in the list, but still has a title here.
   if (session.state.value !== "gone" || !title.current) title.current = titleOfSession(session.id.value);
   return html`
-    <main class="conversation">
+    <main class="conversation" onDrop=${(/** @type {DragEvent} */ event) => dropFiles(session, event)}>
       <header class="conversation-head">
         ${opener}
         <div class="conversation-title">
           <h1 dir="auto">${title.current}</h1>
           <${Facts} session=${session} />
         </div>
-        <button type="button" class="icon-button" ref=${gear} aria-label="Conversation settings" aria-expanded=${choosing}
-          title="System prompt, parameters, response format" onClick=${() => setChoosing(!choosing)}>
+        <button type="button" class="icon-button" ref=${gear} aria-label=${t("chat.settings")} aria-expanded=${choosing}
+          title=${t("chat.settings_title")} onClick=${() => setChoosing(!choosing)}>
           <${Icon} name="settings" />
         </button>
       </header>
       <${Notices} />
-      <div class="scroller" ref=${scroller} tabindex="0" role="region" aria-label="Messages">
+      <div class="scroller" ref=${scroller} tabindex="0" role="region" aria-label=${t("chat.messages")}>
         <${Turns} session=${session} />
       </div>
       <div class="dock">
         ${!atEnd &&
-        html`<button type="button" class="to-end" aria-label="Scroll to the end" onClick=${() => follower.current?.toEnd()}>
+        html`<button type="button" class="to-end" aria-label=${t("chat.to_end")} onClick=${() => follower.current?.toEnd()}>
           <${Icon} name="down" />
         </button>`}
         <${Standing} session=${session} />
+        ${newVersion.value?.session === session && html`<${NewVersion} />`}
         <${Chips} id=${session.id.value} onOpen=${() => setChoosing(true)} />
         <${Composer} session=${session} />
       </div>
@@ -85,21 +95,42 @@ export function Conversation({ session, opener }) {
 /** @param {{session: Session}} props */
 function Facts({ session }) {
   const [tokens, limit, dropped] = [session.contextTokens.value, session.contextLimit.value, session.dropped.value];
-  const model = session.model.value || modelOfSession(session.id.value) || hello.value?.model || "";
-  const of = limit === null ? "" : ` / ${limit.toLocaleString()}`;
   return html`
-    <p class="conversation-facts">
-      ${model && html`<span class="fact-model">${model}</span>`}
+    <div class="conversation-facts">
+      <${Model} session=${session} />
       ${tokens !== null &&
-      html`<span class="fact-context" title="Tokens in the context, and its size">
+      html`<span class="fact-context" title=${t("context.title")}>
         ${limit !== null && html`<meter aria-hidden="true" max=${limit} high=${limit * NEARLY_FULL} optimum="0" value=${tokens}></meter>`}
-        ${tokens.toLocaleString()}${of} tokens
+        ${limit === null ? t("context.tokens", { tokens }) : t("context.of", { tokens, limit })}
       </span>`}
       ${dropped > 0 &&
-      html`<span class="fact-dropped" title="The context was full. They stay in the conversation, but the model no longer reads them.">
-        Oldest ${dropped === 1 ? "message" : `${dropped} messages`} no longer read
+      html`<span class="fact-dropped" title=${t("context.dropped_title")}>
+        ${t("context.dropped", { n: dropped })}
       </span>`}
-    </p>
+    </div>
+  `;
+}
+
+/** @param {{session: Session}} props  The model, with its state where it is not loaded; opens the choice. */
+function Model({ session }) {
+  const [choosing, setChoosing] = useState(false);
+  const ref = useRef(/** @type {HTMLElement | null} */ (null));
+  const name = modelOf(session);
+  const model = models.value?.find((each) => each.name === name);
+  const [words, mood] = model ? stateOf(model) : ["", ""];
+  const close = (/** @type {boolean} */ focus) => {
+    setChoosing(false);
+    if (focus) ref.current?.focus();
+  };
+  if (!name) return null;
+  return html`
+    <button type="button" class="fact-model" ref=${ref} aria-haspopup="listbox" aria-expanded=${choosing} title=${t("settings.model")}
+      onMouseDown=${(/** @type {Event} */ event) => event.preventDefault()} onClick=${() => (choosing ? close(true) : setChoosing(true))}>
+      <span class="fact-model-name">${name}</span>
+      ${model && model.state !== "loaded" && html`<span class="fact-state" data-mood=${mood}>${words}</span>`}
+      <${Icon} name="unfold" />
+    </button>
+    ${choosing && html`<${Lazy} load=${picker} name="Picker" session=${session} onClose=${close} />`}
   `;
 }
 
@@ -107,9 +138,9 @@ function Facts({ session }) {
 function Turns({ session }) {
   const turns = session.turns.value;
   const live = session.live.value;
-  const elsewhere = session.state.value === "detached" ? "Continues in another tab or on another device." : "";
-  const waiting = link.value?.state.value === "open" ? elsewhere : "Waiting for the connection…";
-  if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">Loading…</p>`;
+  const elsewhere = session.state.value === "detached" ? t("chat.elsewhere") : "";
+  const waiting = link.value?.state.value === "open" ? elsewhere : t("chat.waiting");
+  if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">${t("notice.loading")}</p>`;
   if (turns.length === 0 && !live) return html`<${Empty} session=${session} />`;
   // One list: a running turn keeps its nodes when it ends.
   const shown = turns.map((turn, index) => ({ key: turn.key, turn, doing: doingWith(session, index) }));
@@ -124,10 +155,30 @@ function Empty({ session }) {
   if (session.state.value === "gone") return null;
   return html`
     <div class="empty">
-      <h2>What's on your mind?</h2>
+      <h2>${t("chat.empty")}</h2>
       <div class="suggestions">
-        ${SUGGESTIONS.map((text) => html`<button type="button" class="button" key=${text} onClick=${() => ask(text)}>${text}</button>`)}
+        ${suggestionsFor(modelOf(session)).map((text) => html`<button type="button" class="button" key=${text} onClick=${() => ask(text)}>${text}</button>`)}
       </div>
+    </div>
+  `;
+}
+
+/** Offers to undo an edit or a regeneration. */
+function NewVersion() {
+  // What was pressed disappears, so the focus has to move.
+  const undo = () => {
+    focusComposer();
+    undoVersion();
+  };
+  const keep = () => {
+    focusComposer();
+    newVersion.value = null;
+  };
+  return html`
+    <div class="notice" role="status">
+      <span>${t("version.made")}</span>
+      <button type="button" class="button small" onClick=${undo}>${t("version.undo")}</button>
+      <button type="button" class="button quiet small" onClick=${keep}>${t("version.keep")}</button>
     </div>
   `;
 }
@@ -138,8 +189,8 @@ function Standing({ session }) {
   if (session.state.value === "detached") {
     return html`
       <div class="notice" role="status">
-        <span>This conversation is open in another tab or on another device.</span>
-        <button type="button" class="button small" onClick=${() => session.resume()}>Continue here</button>
+        <span>${t("chat.detached")}</span>
+        <button type="button" class="button small" onClick=${() => session.resume()}>${t("chat.continue_here")}</button>
       </div>
     `;
   }
@@ -147,7 +198,7 @@ function Standing({ session }) {
     return html`
       <div class="notice" data-mood="bad" role="status">
         <span>${session.farewell}</span>
-        <button type="button" class="button small" onClick=${newChatInstead}>New chat</button>
+        <button type="button" class="button small" onClick=${newChatInstead}>${t("chat.new")}</button>
       </div>
     `;
   }
@@ -165,22 +216,24 @@ function doingWith(session, index) {
   const turns = session.turns.value;
   const turn = turns[index];
   const failed = turn.ending?.reason === "error";
-  if (!session.idle || turn.ending === null) return {};
+  const calls = index === turns.length - 1 && turn.ending?.reason === "tool_calls" ? turn.answer?.toolCalls ?? [] : [];
+  const answerCalls = (/** @type {readonly import("../wire/transcript.js").ChatMessage[]} */ messages) => {
+    focusComposer();
+    attempt(() => askAgain(session, [...session.results.peek(), ...messages]));
+  };
+  const isFresh = turn.ending?.stats !== null; // it ended before the user's eyes
+  const results = calls.length > 0 && session.live.value === null ? { session, isFresh, onSend: answerCalls } : undefined;
+  if (!session.idle || turn.ending === null) return { results };
   const reachable = failed || index === 0 || turns[index - 1].turnId !== null;
   // What was pressed disappears, so the focus has to move.
   const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) => {
     focusComposer();
     attempt(() => askInVersion(session, index, change(turn.asked)));
   };
-  const answerCalls = (/** @type {readonly string[]} */ contents) => {
-    focusComposer();
-    attempt(() => askAgain(session, resultsOf(calls, contents)));
-  };
-  const calls = index === turns.length - 1 && turn.ending.reason === "tool_calls" ? turn.answer?.toolCalls ?? [] : [];
   const id = session.id.value;
   return {
     versions: id === null ? undefined : versionsOfTurn(id, index),
-    results: calls.length > 0 ? answerCalls : undefined,
+    results,
     edit: reachable ? (text) => again((asked) => [...asked.slice(0, -1), { role: "user", content: text }]) : undefined,
     again: reachable && index === turns.length - 1 ? () => again((asked) => asked) : undefined,
     fork: turn.turnId !== null ? () => fork(session, /** @type {string} */ (turn.turnId)) : undefined,
@@ -197,13 +250,110 @@ function versionsOfTurn(id, index) {
   return ids.length > 1 && at >= 0 ? { at, count: ids.length, show: (which) => openSession(ids[which]) } : undefined;
 }
 
+const EVERY_MS = 2500;
+
 /**
- * Returns the messages that carry tool results.
+ * Announces an answer to screen readers, in whole sentences and at a limited rate.
  *
- * @param {readonly import("../wire/transcript.js").ToolCall[]} calls
- * @param {readonly string[]} contents  One for each.
- * @returns {import("../wire/transcript.js").ChatMessage[]}
+ * @param {{session: import("../wire/session.js").Session}} props
  */
-function resultsOf(calls, contents) {
-  return calls.map(({ call_id }, index) => ({ role: "tool", content: contents[index], tool_call_id: call_id }));
+function Announcer({ session }) {
+  const [said, setSaid] = useState("");
+  const told = useRef(0);
+  const live = session.live.value;
+  useEffect(() => {
+    if (!live) return undefined;
+    told.current = 0;
+    setSaid(phaseWords(live));
+    const timer = setInterval(() => {
+      const end = sentenceEnd(live.content, told.current);
+      if (end === told.current) return;
+      setSaid(live.content.slice(told.current, end));
+      told.current = end;
+    }, EVERY_MS);
+    return () => {
+      clearInterval(timer);
+      const rest = live.content.slice(told.current);
+      setSaid(live.stopping ? t("chat.stopped") : t("chat.end", { rest }));
+    };
+  }, [live]);
+  return html`<div class="visually-hidden" role="log" aria-live="polite" aria-label=${t("chat.stream")}>${said}</div>`;
+}
+
+/**
+ * Returns the end of the last whole sentence or line.
+ *
+ * @param {string} text
+ * @param {number} from
+ */
+function sentenceEnd(text, from) {
+  const part = text.slice(from);
+  const ends = [...part.matchAll(/[.!?…:;]\s|\n/g)];
+  const last = ends.at(-1);
+  return last ? from + last.index + last[0].length : from;
+}
+
+/** Distance from the end that counts as being at the end. */
+const NEAR_PX = 48;
+const USER_SCROLLS = ["wheel", "touchmove", "pointerdown", "keydown"];
+
+/**
+ * Keeps an element scrolled to its end while its content grows, until the user scrolls up.
+ *
+ * @param {HTMLElement} scroller  Its only child is the growing content.
+ * @param {(atEnd: boolean) => void} onChange
+ */
+function followEnd(scroller, onChange) {
+  let following = true;
+  let lastTop = 0;
+  /** @type {Element | null} */
+  let pinned = null;
+  const atEnd = () => scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_PX;
+  const set = (/** @type {boolean} */ value) => {
+    if (following === value) return;
+    following = value;
+    onChange(value);
+  };
+  const toEnd = () => {
+    pinned = null;
+    set(true);
+    scroller.scrollTop = scroller.scrollHeight;
+  };
+  const unpin = () => (pinned = null);
+  const to = (/** @type {Element} */ child) => {
+    // Until the user scrolls: texts above and below are still drawn.
+    pinned = child;
+    set(false);
+    child.scrollIntoView();
+  };
+  const scrolled = () => {
+    // Resizing scrolls, too; only a user scrolls up while there is more below.
+    const up = scroller.scrollTop < lastTop - 1;
+    lastTop = scroller.scrollTop;
+    if (pinned) return;
+    if (atEnd()) set(true);
+    else if (up) set(false);
+  };
+  const grown = new ResizeObserver(() => {
+    if (following) toEnd();
+    else if (pinned) pinned.scrollIntoView();
+    else onChange(atEnd());
+  });
+  const watch = () => {
+    grown.disconnect();
+    grown.observe(scroller);
+    for (const child of scroller.children) grown.observe(child);
+  };
+  const replaced = new MutationObserver(watch);
+  watch();
+  replaced.observe(scroller, { childList: true });
+  scroller.addEventListener("scroll", scrolled, { passive: true });
+  for (const event of USER_SCROLLS) scroller.addEventListener(event, unpin, { passive: true });
+  const end = () => {
+    grown.disconnect();
+    replaced.disconnect();
+    scroller.removeEventListener("scroll", scrolled);
+    for (const event of USER_SCROLLS) scroller.removeEventListener(event, unpin);
+  };
+  return { toEnd, to, end };
 }

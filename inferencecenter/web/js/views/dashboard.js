@@ -9,11 +9,15 @@ import { feedOf, useActive, useAnswer } from "../board/feed.js";
 import { duration } from "../board/format.js";
 import { gpuInWords } from "../board/gpu.js";
 import { Facts, Panel, Readings } from "../board/panels.js";
+import { PastPanel } from "../board/past.js";
 import { ModelPanel } from "../board/plan.js";
 import { Tiles } from "../board/tiles.js";
-import { Usage } from "../board/usage.js";
+import { USAGE_DAYS, Usage } from "../board/usage.js";
+import { loadTexts, t } from "../i18n.js";
 import { account, link } from "../state.js";
 import { html, useMemo, useState } from "../ui.js";
+
+await loadTexts("board");
 
 /** @typedef {import("../wire/link.js").Link} Link */
 /** @typedef {import("../wire/types.js").MetricsEvent} MetricsEvent */
@@ -21,15 +25,13 @@ import { html, useMemo, useState } from "../ui.js";
 
 const FACTS_EVERY_MS = 5000;
 const USAGE_EVERY_MS = 20_000;
-const USAGE_DAYS = 30;
 const MAY_SEE_CLIENTS = "admin";
-/** @type {readonly [number, string][]} */
-const WINDOWS = [[60, "1 min"], [300, "5 min"], [900, "15 min"]];
+const WINDOWS = [60, 300, 900];
 const SIDES = /** @type {const} */ ([
-  ["memory", "Memory"],
-  ["queue", "Queue"],
-  ["performance", "Performance"],
-  ["sessions", "Sessions"],
+  ["memory", "board.memory"],
+  ["queue", "board.queue"],
+  ["performance", "board.performance"],
+  ["sessions", "board.sessions"],
 ]);
 
 /** The dashboard; empty without a connection. */
@@ -50,17 +52,18 @@ function Board({ link: there }) {
   const metrics = feed.latest.value;
   return html`<div class="board">
     <header class="board-head">
-      <h1>Dashboard</h1>
+      <h1>${t("foot.dashboard")}</h1>
       <${State} link=${there} metrics=${metrics} active=${active} />
     </header>
     ${feed.fault.value && html`<p class="problem" role="alert">${feed.fault.value}</p>`}
     <${Tiles} metrics=${metrics} />
     <${Live} feed=${feed} metrics=${metrics} />
+    <${PastPanel} link=${there} metrics=${metrics} active=${active} />
     <${ModelPanel} told=${model} />
     <div class="sides">
       ${SIDES.map(
-        ([type, title]) => html`<div class="side" key=${type}>
-          <${Told} link=${there} type=${type} title=${title} active=${active} />
+        ([type, key]) => html`<div class="side" key=${type}>
+          <${Told} link=${there} type=${type} title=${t(key)} active=${active} />
         </div>`,
       )}
     </div>
@@ -79,32 +82,32 @@ function State({ link: there, metrics, active }) {
     <span class="pill" data-mood=${mood}>${words}</span>
     ${metrics?.engine.model && html`<span class="board-model">${metrics.engine.model}</span>`}
     ${unready && html`<span>${hello.message}</span>`}
-    ${hello && html`<span class="hint">up ${duration(hello.uptime_seconds * 1000)}, version ${hello.version}</span>`}
-    ${!active && html`<span class="hint">paused</span>`}
+    ${hello && html`<span class="hint">${t("board.up", { time: duration(hello.uptime_seconds * 1000), version: hello.version })}</span>`}
+    ${!active && html`<span class="hint">${t("board.paused")}</span>`}
   </p>`;
 }
 
 /** @param {{feed: import("../board/feed.js").Feed, metrics: MetricsEvent | null}} props */
 function Live({ feed, metrics }) {
-  const [windowS, setWindowS] = useState(WINDOWS[1][0]);
+  const [windowS, setWindowS] = useState(WINDOWS[1]);
   const [asTable, setAsTable] = useState(false);
   const { history } = feed;
   const charts = chartsOf(metrics);
   const gpu = gpuInWords(metrics?.gpu, feed.thermal.value);
   const aside = html`<div class="board-choices">
-    <div class="segments" role="group" aria-label="Time shown">
+    <div class="segments" role="group" aria-label=${t("board.window")}>
       ${WINDOWS.map(
-        ([s, label]) => html`<button key=${s} type="button" aria-pressed=${windowS === s}
+        (s) => html`<button key=${s} type="button" aria-pressed=${windowS === s}
           onClick=${() => setWindowS(s)}>
-          ${label}
+          ${t("board.minutes", { n: s / 60 })}
         </button>`,
       )}
     </div>
     <button type="button" class="button quiet" aria-pressed=${asTable} onClick=${() => setAsTable(!asTable)}>
-      As a table
+      ${t("board.as_table")}
     </button>
   </div>`;
-  return html`<${Panel} title="Live" aside=${aside}>
+  return html`<${Panel} title=${t("board.live")} aside=${aside}>
     ${asTable && html`<${Readings} charts=${charts} history=${history} windowS=${windowS} />`}
     ${!asTable &&
     html`<div class="charts">

@@ -1,5 +1,6 @@
 // @ts-check
-import { html, useEffect, useState } from "../ui.js";
+import { t } from "../i18n.js";
+import { html, styled, useEffect, useState } from "../ui.js";
 import { ReloadOffer } from "./notices.js";
 
 /**
@@ -10,11 +11,11 @@ import { ReloadOffer } from "./notices.js";
 export function Lazy({ load, name, ...props }) {
   const [found, setFound] = useState(/** @type {{view?: any, failed?: boolean}} */ ({}));
   useEffect(() => {
-    load().then(
-      (module) => setFound(module[name] ? { view: module[name] } : { failed: true }),
+    Promise.all([load(), styled("css/dashboard.css")]).then(
+      ([module]) => setFound(module[name] ? { view: module[name] } : { failed: true }),
       () => setFound({ failed: true }),
     );
   }, [name]);
-  if (found.failed) return html`<${ReloadOffer} words="This part of the page could not be loaded; the server may have been updated." />`;
-  return found.view ? html`<${found.view} ...${props} />` : html`<p class="quiet">Loading…</p>`;
+  if (found.failed) return html`<${ReloadOffer} words=${t("notice.not_loaded")} />`;
+  return found.view ? html`<${found.view} ...${props} />` : html`<p class="quiet">${t("notice.loading")}</p>`;
 }

@@ -1,8 +1,10 @@
 // @ts-check
-import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
+import { rich, t } from "../i18n.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../ui.js";
 import { full } from "../list.js";
-import { copy } from "../text/clipboard.js";
+import { copy } from "../text/blocks.js";
 import { MarkdownView } from "../text/markdown.js";
+import { filesIn, withFiles } from "../wire/transcript.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";
 import { Outcome, Progress } from "./outcome.js";
@@ -18,7 +20,8 @@ import { Outcome, Progress } from "./outcome.js";
  * @property {() => void} [again]  Generates the answer again.
  * @property {() => void} [fork]
  * @property {{at: number, count: number, show: (at: number) => void}} [versions]  Of this turn, if there are several.
- * @property {(contents: readonly string[]) => void} [results]  Sends the results of its tool calls.
+ * @property {{session: import("../wire/session.js").Session, isFresh: boolean, onSend: (messages: readonly ChatMessage[]) => void}} [results]
+ *   Of its tool calls: what its form needs.
  */
 
 const COPIED_MS = 1500;
@@ -26,6 +29,7 @@ const COPIED_MS = 1500;
 const LONG_CHARS = 1200;
 const LONG_LINES = 15;
 const results = () => import("./results.js");
+const fileViews = () => import("./files.js");
 
 /**
  * A message with its answer, complete or in progress.
@@ -38,7 +42,7 @@ export function TurnView({ turn, live, waiting, doing }) {
   const answer = live?.answer() ?? turn?.answer ?? null;
   const lastUser = asked.findLastIndex((message) => message.role === "user");
   return html`
-    <div class="turn">
+    <div class="turn" data-turn=${turn?.turnId}>
       ${asked.map((message, index) => html`<${Asked} key=${index} message=${message} edit=${index === lastUser ? doing.edit : undefined} />`)}
       ${(answer || turn?.ending) &&
       html`<${Reply} answer=${answer} live=${live} ending=${turn?.ending} turnId=${turn?.turnId ?? null} waiting=${waiting} doing=${doing} />`}
@@ -50,30 +54,32 @@ export function TurnView({ turn, live, waiting, doing }) {
 function Asked({ message, edit }) {
   const [editing, setEditing] = useState(false);
   const article = useRef(/** @type {HTMLElement | null} */ (null));
+  const { files, text } = useMemo(() => filesIn(message.content), [message.content]);
   const cancel = () => {
     setEditing(false);
-    setTimeout(() => /** @type {HTMLElement | null} */ (article.current?.querySelector("[aria-label=Edit]"))?.focus());
+    setTimeout(() => /** @type {HTMLElement | null} */ (article.current?.querySelector("[data-act=edit]"))?.focus());
   };
   if (message.role === "assistant") {
     const { content, reasoning = "", tool_calls: toolCalls = [] } = message;
     return html`<${Reply} answer=${{ content, reasoning, toolCalls }} waiting="" doing=${{}} />`;
   }
   if (message.role === "tool") {
-    return html`<details class="tool"><summary><${Icon} name="tool" /> Tool output</summary><pre tabindex="0">${message.content}</pre></details>`;
+    return html`<details class="tool"><summary><${Icon} name="tool" /> ${t("role.tool")}</summary><pre tabindex="0">${message.content}</pre></details>`;
   }
   if (editing && edit) {
-    const save = (/** @type {string} */ text) => {
+    const save = (/** @type {string} */ content) => {
       setEditing(false);
-      edit(text);
+      edit(content);
     };
-    return html`<${Editor} text=${message.content} onSave=${save} onCancel=${cancel} />`;
+    return html`<${Editor} text=${text} files=${files} onSave=${save} onCancel=${cancel} />`;
   }
   return html`
-    <article class="message asked" ref=${article} data-role=${message.role} aria-label=${message.role === "user" ? "You" : "System"}>
-      <${Bubble} text=${message.content} />
+    <article class="message asked" ref=${article} data-role=${message.role} aria-label=${t(message.role === "user" ? "role.user" : "role.system")}>
+      ${files.length > 0 && html`<${Lazy} load=${fileViews} name="FileList" files=${files} />`}
+      ${(text || files.length === 0) && html`<${Bubble} text=${text} />`}
       <div class="actions">
         <${CopyButton} text=${message.content} />
-        ${edit && html`<${Action} icon="edit" label="Edit" onClick=${() => setEditing(true)} />`}
+        ${edit && html`<${Action} icon="edit" label=${t("message.edit")} onClick=${() => setEditing(true)} />`}
       </div>
     </article>
   `;
@@ -88,7 +94,7 @@ function Bubble({ text }) {
       <div class="bubble-text">${text}</div>
       ${isLong &&
       html`<button type="button" class="button quiet small" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>
-        ${whole ? "Show less" : "Show all"}
+        ${t(whole ? "message.show_less" : "message.show_all")}
       </button>`}
     </div>
   `;
@@ -100,20 +106,20 @@ function Reply({ answer, live, ending, turnId = null, waiting, doing }) {
   const shifted = live?.shifted ?? ending?.shifted ?? 0;
   const thinking = live?.phase === "thinking";
   return html`
-    <article class="message answer" aria-label="Answer" aria-busy=${Boolean(live)}>
+    <article class="message answer" aria-label=${t("role.assistant")} aria-busy=${Boolean(live)}>
       ${answer?.reasoning && html`<${Reasoning} text=${answer.reasoning} open=${thinking} done=${!live} />`}
       ${content && html`<${Markdown} text=${content} done=${!live} />`}
       ${answer?.toolCalls.map((call) => html`<${Call} key=${call.call_id} call=${call} done=${!live} />`)}
-      ${doing.results && html`<${Lazy} load=${results} name="ToolResults" calls=${answer?.toolCalls} onSend=${doing.results} />`}
-      ${shifted > 0 && html`<p class="aside">The context was full: the model no longer reads the oldest ${shifted === 1 ? "turn" : `${shifted} turns`}.</p>`}
+      ${doing.results && html`<${Lazy} load=${results} name="ToolResults" calls=${answer?.toolCalls} ...${doing.results} />`}
+      ${shifted > 0 && html`<p class="aside">${t("context.shifted", { n: shifted })}</p>`}
       ${live && html`<${Progress} live=${live} waiting=${waiting} />`}
       ${ending?.error && html`<${Problem} error=${ending.error} again=${doing.again} />`}
       ${!live &&
       html`<div class="answer-foot">
         <div class="actions">
           ${content && html`<${CopyButton} text=${content} />`}
-          ${doing.again && !ending?.error && html`<${Action} icon="again" label="Regenerate" onClick=${doing.again} />`}
-          ${doing.fork && html`<${Action} icon="fork" label="Fork from here" onClick=${doing.fork} />`}
+          ${doing.again && !ending?.error && html`<${Action} icon="again" label=${t("message.regenerate")} onClick=${doing.again} />`}
+          ${doing.fork && html`<${Action} icon="fork" label=${t("message.fork")} onClick=${doing.fork} />`}
         </div>
         ${doing.versions && html`<${Versions} ...${doing.versions} />`}
         ${ending && html`<${Outcome} ending=${ending} turnId=${turnId} />`}
@@ -125,11 +131,11 @@ function Reply({ answer, live, ending, turnId = null, waiting, doing }) {
 /** @param {{at: number, count: number, show: (at: number) => void}} props */
 function Versions({ at, count, show }) {
   return html`
-    <div class="versions" role="group" aria-label="Versions">
-      <button type="button" class="icon-button" aria-label="Previous version" title="Previous version" disabled=${at === 0}
+    <div class="versions" role="group" aria-label=${t("message.versions")}>
+      <button type="button" class="icon-button" aria-label=${t("message.previous_version")} title=${t("message.previous_version")} disabled=${at === 0}
         onClick=${() => show(at - 1)}>‹</button>
       <span>${at + 1}/${count}</span>
-      <button type="button" class="icon-button" aria-label="Next version" title="Next version" disabled=${at === count - 1}
+      <button type="button" class="icon-button" aria-label=${t("message.next_version")} title=${t("message.next_version")} disabled=${at === count - 1}
         onClick=${() => show(at + 1)}>›</button>
     </div>
   `;
@@ -151,7 +157,7 @@ function Markdown({ text, done }) {
 function Reasoning({ text, open, done }) {
   return html`
     <details class="reasoning">
-      <summary>${open ? "Thinking…" : "Thoughts"}</summary>
+      <summary>${t(open ? "message.thinking" : "message.thoughts")}</summary>
       <${Markdown} text=${text} done=${done} />
     </details>
   `;
@@ -161,7 +167,7 @@ function Reasoning({ text, open, done }) {
 function Call({ call, done }) {
   return html`
     <details class="tool" open>
-      <summary><${Icon} name="tool" /> ${done ? "Called" : "Calling"} <code>${call.name}</code></summary>
+      <summary><${Icon} name="tool" /> ${rich(done ? "message.called" : "message.calling", { name: html`<code>${call.name}</code>` })}</summary>
       <pre tabindex="0">${done ? indented(call.arguments) : call.arguments}</pre>
     </details>
   `;
@@ -171,34 +177,48 @@ function Call({ call, done }) {
 function Problem({ error, again }) {
   return html`
     <div class="notice" data-mood="bad" role="alert">
-      <span><strong>${error.message}</strong> ${error.hint} ${error.field && html`<span class="notice-detail">Field: <code>${error.field}</code></span>`}</span>
-      ${again && !(error.isStorageFull && full.value) && html`<button type="button" class="button small" onClick=${again}>Try again</button>`}
+      <span><strong>${error.message}</strong> ${error.hint} ${error.field && html`<span class="notice-detail">${rich("message.field", { field: html`<code>${error.field}</code>` })}</span>`}</span>
+      ${again && !(error.isStorageFull && full.value) && html`<button type="button" class="button small" onClick=${again}>${t("message.retry")}</button>`}
     </div>
   `;
 }
 
-/** @param {{text: string, onSave: (text: string) => void, onCancel: () => void}} props */
-function Editor({ text, onSave, onCancel }) {
+/**
+ * @param {object} props
+ * @param {string} props.text
+ * @param {readonly import("../wire/transcript.js").AttachedFile[]} props.files
+ * @param {(content: string) => void} props.onSave
+ * @param {() => void} props.onCancel
+ */
+function Editor({ text, files: attached, onSave, onCancel }) {
   const [value, setValue] = useState(text);
+  const [files, setFiles] = useState(attached);
+  const empty = !value.trim() && files.length === 0;
+  const save = () => onSave(withFiles(files, value));
+  const remove = (/** @type {number} */ at) => {
+    setFiles(files.toSpliced(at, 1));
+    ref.current?.focus();
+  };
   const ref = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   useEffect(() => ref.current?.focus(), []);
   const keys = (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Escape") {
       event.stopPropagation();
       onCancel();
-    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && value.trim()) {
+    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !empty) {
       event.preventDefault();
-      onSave(value);
+      save();
     }
   };
   return html`
     <div class="editor">
-      <textarea ref=${ref} aria-label="Edit the message" rows=${Math.min(12, value.split("\n").length + 1)} value=${value}
+      ${files.length > 0 && html`<div class="attachments"><${Lazy} load=${fileViews} name="RemovableFiles" files=${files} onRemove=${remove} /></div>`}
+      <textarea ref=${ref} aria-label=${t("message.edit_label")} rows=${Math.min(12, value.split("\n").length + 1)} value=${value}
         onInput=${(/** @type {any} */ event) => setValue(event.target.value)} onKeyDown=${keys}></textarea>
-      <p class="hint">Sent as a new version; this one is kept, with the messages after it.</p>
+      <p class="hint">${t("message.edit_hint")}</p>
       <div class="dialog-actions">
-        <button type="button" class="button" onClick=${onCancel}>Cancel</button>
-        <button type="button" class="button primary" disabled=${!value.trim()} onClick=${() => onSave(value)}>Send</button>
+        <button type="button" class="button" onClick=${onCancel}>${t("message.cancel")}</button>
+        <button type="button" class="button primary" disabled=${empty} onClick=${save}>${t("message.send")}</button>
       </div>
     </div>
   `;
@@ -212,13 +232,13 @@ function CopyButton({ text }) {
     setCopied(true);
     setTimeout(() => setCopied(false), COPIED_MS);
   };
-  return html`<${Action} icon=${copied ? "check" : "copy"} label=${copied ? "Copied" : "Copy"} onClick=${press} />`;
+  return html`<${Action} icon=${copied ? "check" : "copy"} label=${t(copied ? "message.copied" : "message.copy")} onClick=${press} />`;
 }
 
 /** @param {{icon: string, label: string, onClick: () => void}} props */
 function Action({ icon, label, onClick }) {
   return html`
-    <button type="button" class="icon-button" aria-label=${label} title=${label} onClick=${onClick}><${Icon} name=${icon} /></button>
+    <button type="button" class="icon-button" data-act=${icon} aria-label=${label} title=${label} onClick=${onClick}><${Icon} name=${icon} /></button>
   `;
 }
 

@@ -1,44 +1,44 @@
 // @ts-check
 /** Notices for all sessions: connection, engine, temperature, storage, shutdown. */
 
+import { known, number, t } from "../i18n.js";
 import { html, useEffect, useState } from "../ui.js";
 import { failure, link, notices, outdated } from "../state.js";
 import { Icon } from "./icons.js";
-
-/** @type {Readonly<Record<string, string>>} */
-const ENGINE = {
-  starting: "The model is being loaded. Answers start when it is ready.",
-  restarting: "The engine stopped and is restarting. Answers continue automatically.",
-  failed: "The engine is not running.",
-};
 
 /** All current notices. */
 export function Notices() {
   const { engine, thermal, storage, going_away: going } = notices.value;
   const broken = engine?.state === "failed";
+  const words = engine && known("notice_engine", engine.state);
   return html`
     <div class="notices" role="status">
       <${Connection} />
-      ${outdated.value && html`<${ReloadOffer} words="The server has been updated." />`}
-      ${engine && ENGINE[engine.state] &&
+      ${outdated.value && html`<${ReloadOffer} words=${t("notice.updated")} />`}
+      ${words &&
       html`<p class="notice" data-mood=${broken ? "bad" : "warn"}>
-        ${ENGINE[engine.state]} ${engine.detail && html`<span class="notice-detail">${engine.detail}</span>`}
+        ${words} ${engine.detail && html`<span class="notice-detail">${engine.detail}</span>`}
       </p>`}
       ${thermal && thermal.state !== "cool" &&
       html`<p class="notice" data-mood="warn">
-        The GPU is ${thermal.state}${thermal.temp ? ` (${Math.round(thermal.temp)} °C)` : ""}: ${thermal.action}
+        ${thermalWords(thermal)}
       </p>`}
       ${storage?.state === "unavailable" &&
       html`<p class="notice" data-mood="bad">
-        Answers are held back until the server can store them. <span class="notice-detail">${storage.detail}</span>
+        ${t("notice.storage")} <span class="notice-detail">${storage.detail}</span>
       </p>`}
       ${going &&
       link.value?.state.value === "open" &&
       html`<p class="notice" data-mood="warn">
-        The server is stopping.${going.resume ? " Conversations are kept and can be continued afterwards." : ""}
+        ${t(going.resume ? "notice.stopping_kept" : "notice.stopping")}
       </p>`}
     </div>
   `;
+}
+
+/** @param {import("../wire/types.js").ThermalEvent} thermal */
+function thermalWords({ state, temp, action }) {
+  return temp ? t("notice.thermal_at", { state, action, temperature: `${number(temp, 0)} °C` }) : t("notice.thermal", { state, action });
 }
 
 /**
@@ -49,8 +49,8 @@ export function Notices() {
 export function ReloadOffer({ words }) {
   return html`
     <p class="notice" data-mood="warn" role="alert">
-      <span>${words} What you have typed is kept.</span>
-      <button type="button" class="button small" onClick=${() => location.reload()}>Reload</button>
+      <span>${t("notice.kept", { why: words })}</span>
+      <button type="button" class="button small" onClick=${() => location.reload()}>${t("notice.reload")}</button>
     </p>
   `;
 }
@@ -61,12 +61,13 @@ function Connection() {
   const state = there?.state.value;
   const seconds = useCountdown(there?.retryAt.value ?? null);
   if (!there || state === "open" || state === "closed" || state === "refused") return null;
-  const when = seconds > 0 ? `Retrying in ${seconds} s.` : "Connecting…";
+  const connecting = t("notice.connecting");
+  const when = seconds > 0 ? t("notice.retrying", { seconds }) : connecting;
   return html`
     <p class="notice" data-mood="warn">
-      <span>${there.reason.value || "Not connected."} <span aria-live="off">${state === "waiting" ? when : "Connecting…"}</span></span>
+      <span>${there.reason.value || t("notice.not_connected")} <span aria-live="off">${state === "waiting" ? when : connecting}</span></span>
       ${state === "waiting" &&
-      html`<button type="button" class="button small" onClick=${() => there.retryNow()}>Retry now</button>`}
+      html`<button type="button" class="button small" onClick=${() => there.retryNow()}>${t("notice.retry")}</button>`}
     </p>
   `;
 }
@@ -81,7 +82,7 @@ export function Failure() {
         <strong>${error.message}</strong>
         ${error.hint && html`<p>${error.hint}</p>`}
       </div>
-      <button type="button" class="icon-button" aria-label="Dismiss" onClick=${() => (failure.value = null)}>
+      <button type="button" class="icon-button" aria-label=${t("notice.dismiss")} onClick=${() => (failure.value = null)}>
         <${Icon} name="close" />
       </button>
     </div>

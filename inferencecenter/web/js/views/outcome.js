@@ -1,25 +1,15 @@
 // @ts-check
 /** The line below an answer: end reason and statistics, or its progress. */
 
+import { known, number, t } from "../i18n.js";
 import { speedOf } from "../storage.js";
 import { html } from "../ui.js";
-
-/** @type {Readonly<Record<string, string>>} */
-const REASONS = {
-  aborted: "Stopped",
-  length: "Reached the token limit",
-  context_full: "Context is full",
-  time: "Reached the time limit",
-  repetition: "Stopped: repetitive output",
-  quota_exceeded: "Today's token quota is used up",
-  tool_calls: "Called tools",
-};
 
 /**
  * @param {{ending: import("../wire/transcript.js").Ending, turnId: string | null}} props
  */
 export function Outcome({ ending, turnId }) {
-  const words = REASONS[ending.reason];
+  const words = known("ending", ending.reason);
   return html`
     <div class="outcome">
       ${words && html`<span class="badge" data-mood="warn">${words}</span>`}
@@ -39,12 +29,11 @@ export function measures({ usage, stats }) {
   /** @type {[string, string][]} */
   const found = [];
   if (usage) {
-    const n = usage.completion_tokens;
-    found.push([`${n} ${n === 1 ? "token" : "tokens"}`, promptWords(usage)]);
+    found.push([t("outcome.tokens", { n: usage.completion_tokens }), promptWords(usage)]);
   }
-  if (stats && stats.tps > 0) found.push([`${rounded(stats.tps)} tokens/s`, "Speed after the first token"]);
-  if (stats && stats.ttft_ms > 0) found.push([`${seconds(stats.ttft_ms)} to first token`, "Time from the request to the first token"]);
-  if (stats && stats.queue_ms >= 100) found.push([`waited ${seconds(stats.queue_ms)}`, "Time in the queue"]);
+  if (stats && stats.tps > 0) found.push([t("outcome.speed", { speed: rounded(stats.tps) }), t("outcome.speed_title")]);
+  if (stats && stats.ttft_ms > 0) found.push([t("outcome.first", { time: seconds(stats.ttft_ms) }), t("outcome.first_title")]);
+  if (stats && stats.queue_ms >= 100) found.push([t("outcome.queued", { time: seconds(stats.queue_ms) }), t("outcome.queued_title")]);
   return found;
 }
 
@@ -55,7 +44,7 @@ export function Progress({ live, waiting }) {
   return html`
     <div class="progress-line">
       ${words && html`<span class="pulse" aria-hidden="true"></span><span>${words}</span>`}
-      ${part !== null && html`<progress aria-label="Processing the prompt" max="1" value=${part}></progress>`}
+      ${part !== null && html`<progress aria-label=${t("phase.reading_label")} max="1" value=${part}></progress>`}
     </div>
   `;
 }
@@ -66,21 +55,22 @@ export function Progress({ live, waiting }) {
  * @param {import("../wire/live.js").Live} live
  */
 export function phaseWords(live) {
-  if (live.stopping) return "Stopping…";
-  if (live.phase === "loading") return live.notice || "The model is being loaded…";
+  if (live.stopping) return t("phase.stopping");
+  if (live.phase === "loading") return live.notice || t("phase.loading");
   if (live.phase === "queued" && live.position > 0) {
-    const wait = live.etaMs === null ? "" : `, about ${seconds(live.etaMs)}`;
-    return `In the queue: ${live.position} ahead${wait}`;
+    const ahead = live.position;
+    return live.etaMs === null ? t("phase.queued", { ahead }) : t("phase.queued_eta", { ahead, time: seconds(live.etaMs) });
   }
-  if (live.phase === "reading") return `Processing ${live.progress?.total ?? ""} tokens…`;
-  if (live.phase === "thinking") return "Thinking…";
-  if (live.phase === "calling") return "Calling a tool…";
-  return live.phase === "writing" ? "" : "Starting…";
+  if (live.phase === "reading") return live.progress ? t("phase.reading_of", { n: live.progress.total }) : t("phase.reading");
+  if (live.phase === "thinking") return t("message.thinking");
+  if (live.phase === "calling") return t("phase.calling");
+  return live.phase === "writing" ? "" : t("phase.starting");
 }
 
 /** @param {import("../wire/transcript.js").Usage} usage */
 function promptWords(usage) {
-  return `${usage.completion_tokens} generated; ${usage.prompt_tokens} prompt tokens, ${usage.cached_tokens} of them cached`;
+  const { completion_tokens: generated, prompt_tokens: prompt, cached_tokens: cached } = usage;
+  return t("outcome.tokens_title", { generated, prompt, cached });
 }
 
 /** @param {number} ms */
@@ -90,5 +80,5 @@ function seconds(ms) {
 
 /** @param {number} n */
 function rounded(n) {
-  return n >= 10 ? Math.round(n).toString() : n.toFixed(1);
+  return number(n, n >= 10 ? 0 : 1);
 }

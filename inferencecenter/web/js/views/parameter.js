@@ -1,8 +1,9 @@
 // @ts-check
 /** One parameter: field, validation message, description. */
 
+import { labelOf } from "../choices.js";
+import { rich, t } from "../i18n.js";
 import { defaultText, readingOf, sliderOf, textOf } from "../params/fields.js";
-import { labelOf } from "../params/labels.js";
 import { html, useId, useState } from "../ui.js";
 
 /** @typedef {import("../params/fields.js").Parameter} Parameter */
@@ -15,6 +16,9 @@ import { html, useId, useState } from "../ui.js";
  * @property {string} refusal  Why the daemon refused the value.
  * @property {(value: unknown) => void} onValue  Called with undefined for the default, and while the input is invalid.
  */
+
+/** How characters are written in a line. */
+const ESCAPES = { newline: html`<code>\\n</code>`, tab: html`<code>\\t</code>`, backslash: html`<code>\\\\</code>` };
 
 /** @param {RowProps} props */
 export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) {
@@ -40,7 +44,7 @@ export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) 
     choose(undefined);
   };
   const changed = value !== undefined || fault !== undefined;
-  const message = fault ? `${fault} It is not sent until corrected.` : refusal;
+  const message = fault ? t("params.not_sent", { fault }) : refusal;
   const describedBy = [message && `${id}-fault`, told && `${id}-about`].filter(Boolean).join(" ") || undefined;
   const field = {
     id, label, parameter, value, otherwise, describedBy, choose, type,
@@ -52,10 +56,10 @@ export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) 
         ? html`<span class="parameter-name" id=${id}>${label}</span>`
         : html`<label for=${id}>${label}</label>`}
       <button type="button" class="parameter-about" aria-expanded=${told} aria-controls=${`${id}-about`}
-        aria-label=${`About ${label}`} onClick=${() => setTold(!told)}>?</button>
+        aria-label=${t("params.about", { name: label })} onClick=${() => setTold(!told)}>?</button>
       ${changed &&
-      html`<button type="button" class="parameter-reset" aria-label=${`Reset ${label}`} onClick=${reset}>
-        Reset
+      html`<button type="button" class="parameter-reset" aria-label=${t("params.reset_one", { name: label })} onClick=${reset}>
+        ${t("params.reset")}
       </button>`}
     </div>
     <div class="parameter-field"><${Field} ...${field} /></div>
@@ -72,13 +76,13 @@ function About({ parameter, otherwise }) {
   return html`<p>${parameter.description}</p>
     <p>
       ${parameter.allowed.charAt(0).toUpperCase() + parameter.allowed.slice(1)}.
-      Default: <span class="parameter-default">${defaultText(parameter, otherwise)}</span>.
+      ${rich("params.default", { value: html`<span class="parameter-default">${defaultText(parameter, otherwise)}</span>` })}
     </p>
-    ${parameter.name === "stop_regex" && html`<p>One per line.</p>`}
+    ${parameter.name === "stop_regex" && html`<p>${t("params.lines")}</p>`}
     ${parameter.kind === "texts" &&
     parameter.name !== "stop_regex" &&
-    html`<p>One per line; <code>\\n</code> is a line break, <code>\\t</code> a tab, <code>\\\\</code> a backslash.</p>`}
-    <p>In the API ${names.map((name, at) => html`${at > 0 && ", or "}<code>${name}</code>`)}.</p>`;
+    html`<p>${rich("params.lines_escaped", ESCAPES)}</p>`}
+    <p>${rich("params.in_api", { names: names.map((name, at) => html`${at > 0 && t("params.or")}<code>${name}</code>`) })}</p>`;
 }
 
 /**
@@ -128,7 +132,7 @@ function NumberField({ id, parameter, value, otherwise, text, bad, describedBy, 
 /** @param {FieldProps} props */
 function Lines({ id, parameter, otherwise, text, bad, describedBy, type, settle }) {
   return html`<textarea id=${id} rows=${Math.min(text.split("\n").length, 6)} spellcheck=${false} value=${text}
-    placeholder=${parameter.kind === "biases" ? "token id: bias" : defaultText(parameter, otherwise)}
+    placeholder=${parameter.kind === "biases" ? t("params.biases") : defaultText(parameter, otherwise)}
     aria-invalid=${bad} aria-describedby=${describedBy} onBlur=${settle}
     onInput=${(/** @type {any} */ event) => type(event.target.value)}></textarea>`;
 }
@@ -157,9 +161,9 @@ function Order({ id, label, parameter, value, otherwise, choose }) {
           <input type="checkbox" checked=${isOn}
             onChange=${() => choose(isOn ? on.filter((each) => each !== name) : [...on, name])} />${name}
         </label>
-        <button type="button" aria-label=${`${label}: ${name} earlier`} disabled=${!isOn || at === 0}
+        <button type="button" aria-label=${t("params.earlier", { label, name })} disabled=${!isOn || at === 0}
           onClick=${() => move(at, -1)}>↑</button>
-        <button type="button" aria-label=${`${label}: ${name} later`} disabled=${!isOn || at === on.length - 1}
+        <button type="button" aria-label=${t("params.later", { label, name })} disabled=${!isOn || at === on.length - 1}
           onClick=${() => move(at, 1)}>↓</button>
       </li>`;
     })}

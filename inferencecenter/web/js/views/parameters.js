@@ -1,6 +1,7 @@
 // @ts-check
 /** All parameters of a turn: search, edit, reset. */
 
+import { t } from "../i18n.js";
 import { isFound, isMeant } from "../params/fields.js";
 import { PRESETS, isPreset, withPreset } from "../params/presets.js";
 import { Fragment, html, useState } from "../ui.js";
@@ -9,7 +10,7 @@ import { ParameterRow } from "./parameter.js";
 
 /** @typedef {Record<string, unknown>} Params */
 
-const GROUPS = new Map(Object.entries({ stopping: "Length and stopping", sampling: "Sampling", memory: "Memory" }));
+const GROUPS = /** @type {const} */ (["stopping", "sampling", "memory"]);
 
 /**
  * @param {object} props
@@ -32,18 +33,18 @@ export function Parameters({ params, onChange, defaults = {}, error = null }) {
   return html`<div class="parameters">
     <${Presets} params=${params} onChoose=${replace} />
     <div class="parameters-bar">
-      <input type="search" placeholder="Search parameters" aria-label="Search parameters" value=${search}
+      <input type="search" placeholder=${t("params.search")} aria-label=${t("params.search")} value=${search}
         onInput=${(/** @type {any} */ event) => setSearch(event.target.value.trim())} />
       <button type="button" class="button quiet" disabled=${nChanged === 0} onClick=${() => replace({})}>
-        Reset all${nChanged > 0 && ` (${nChanged})`}
+        ${nChanged > 0 ? t("params.reset_all_n", { n: nChanged }) : t("params.reset_all")}
       </button>
     </div>
-    ${!found.length && html`<p class="hint" role="status">No parameters match “${search}”.</p>`}
+    ${!found.length && html`<p class="hint" role="status">${t("params.no_match", { search })}</p>`}
     <${Fragment} key=${round}>
-      ${[...GROUPS].map(([group, title]) => {
+      ${GROUPS.map((group) => {
         const rows = found.filter((parameter) => parameter.group === group);
         return rows.length > 0 && html`<fieldset key=${group} class="parameter-group">
-          <legend>${title}</legend>
+          <legend>${t(`group.${group}`)}</legend>
           ${rows.map(
             (parameter) => html`<${ParameterRow} key=${parameter.name} parameter=${parameter}
               value=${params[parameter.name]} otherwise=${defaults[parameter.name] ?? parameter.default}
@@ -58,7 +59,7 @@ export function Parameters({ params, onChange, defaults = {}, error = null }) {
 
 /** @param {{params: Params, onChoose: (params: Params) => void}} props */
 function Presets({ params, onChoose }) {
-  return html`<div class="segments parameters-presets" role="group" aria-label="Presets">
+  return html`<div class="segments parameters-presets" role="group" aria-label=${t("params.presets")}>
     ${PRESETS.map(
       ({ name, about, params: preset }) => html`<button type="button" key=${name} title=${about}
         aria-pressed=${isPreset(params, preset)} onClick=${() => onChoose(withPreset(params, preset))}>

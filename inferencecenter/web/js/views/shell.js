@@ -1,4 +1,5 @@
 // @ts-check
+import { t } from "../i18n.js";
 import { html, useEffect, useState } from "../ui.js";
 import { current } from "../conversations.js";
 import { helping, view } from "../state.js";
@@ -11,6 +12,8 @@ import { Sidebar } from "./sidebar.js";
 const dashboard = () => import("./dashboard.js");
 const shortcuts = () => import("./shortcuts.js");
 const models = () => import("./models.js");
+const share = () => import("./share.js");
+const administration = () => import("./admin.js");
 
 /** The page of a signed-in user. */
 export function Shell() {
@@ -19,23 +22,25 @@ export function Shell() {
   useEffect(() => {
     if (!listed) return undefined;
     const keys = (/** @type {KeyboardEvent} */ event) => {
-      if (event.key !== "Escape") return;
-      close();
-      /** @type {HTMLElement | null} */ (document.querySelector("[aria-label=Conversations][aria-expanded]"))?.focus();
+      if (event.key === "Escape") close();
     };
     addEventListener("keydown", keys);
     /** @type {HTMLElement | null} */ (document.querySelector(".sidebar .new-chat"))?.focus();
-    return () => removeEventListener("keydown", keys);
+    return () => {
+      removeEventListener("keydown", keys);
+      // The focus leaves the hidden list for what opened it.
+      if (document.activeElement?.matches("body, .sidebar *, .scrim")) /** @type {HTMLElement | null} */ (document.querySelector(".list-opener"))?.focus();
+    };
   }, [listed]);
   const opener = html`
-    <button type="button" class="icon-button only-narrow" aria-label="Conversations" aria-expanded=${listed}
+    <button type="button" class="icon-button only-narrow list-opener" aria-label=${t("list.title")} aria-expanded=${listed}
       onClick=${() => setListed(true)}><${Icon} name="menu" /></button>
   `;
   const session = current.value;
   return html`
     <div class="app">
       <${Sidebar} open=${listed} onClose=${close} />
-      ${listed && html`<button type="button" class="scrim" aria-label="Close the list" onClick=${close}></button>`}
+      ${listed && html`<button type="button" class="scrim" aria-label=${t("list.close")} onClick=${close}></button>`}
       ${view.value === "chat" && session && html`<${Conversation} key=${session} session=${session} opener=${opener} />`}
       ${view.value !== "chat" &&
       html`<main class="page">
@@ -43,6 +48,8 @@ export function Shell() {
         <${Notices} />
         ${view.value === "dashboard" && html`<${Lazy} key="dashboard" load=${dashboard} name="Dashboard" />`}
         ${view.value === "models" && html`<${Lazy} key="models" load=${models} name="Models" />`}
+        ${view.value === "shared" && html`<${Lazy} key="shared" load=${share} name="SharedConversation" />`}
+        ${view.value === "admin" && html`<${Lazy} key="admin" load=${administration} name="Administration" />`}
       </main>`}
       ${helping.value && html`<${Lazy} load=${shortcuts} name="Shortcuts" onClose=${() => (helping.value = false)} />`}
       <${Failure} />

@@ -1,17 +1,8 @@
 // @ts-check
+import { t } from "../i18n.js";
 import { html, useEffect, useRef } from "../ui.js";
 
-const SHORTCUTS = [
-  ["Enter", "Send the message"],
-  ["Shift+Enter", "Start a new line"],
-  ["Esc", "Stop the answer; close settings, editor or dialog"],
-  ["Ctrl+K", "Search conversations"],
-  ["Ctrl+Shift+O", "New chat"],
-  ["↑ ↓", "Move in the list of conversations"],
-  ["F2", "Rename the conversation in the list"],
-  ["Delete", "Delete the conversation in the list"],
-  ["?", "Show this page"],
-];
+const SHORTCUTS = /** @type {const} */ (["send", "newline", "escape", "search", "new", "move", "rename", "delete", "help"]);
 
 /** @param {{onClose: () => void}} props  All keyboard shortcuts. */
 export function Shortcuts({ onClose }) {
@@ -19,12 +10,12 @@ export function Shortcuts({ onClose }) {
   useEffect(() => ref.current?.showModal(), []);
   return html`
     <dialog class="dialog" ref=${ref} aria-labelledby="shortcuts-title" onClose=${onClose}>
-      <h2 id="shortcuts-title">Keyboard shortcuts</h2>
+      <h2 id="shortcuts-title">${t("shortcuts.title")}</h2>
       <dl class="shortcuts">
-        ${SHORTCUTS.map(([keys, words]) => html`<div key=${keys}><dt><kbd>${keys}</kbd></dt><dd>${words}</dd></div>`)}
+        ${SHORTCUTS.map((name) => html`<div key=${name}><dt><kbd>${t(`keys.${name}`)}</kbd></dt><dd>${t(`shortcuts.${name}`)}</dd></div>`)}
       </dl>
       <div class="dialog-actions">
-        <button type="button" class="button" onClick=${() => ref.current?.close()}>Close</button>
+        <button type="button" class="button" onClick=${() => ref.current?.close()}>${t("shortcuts.close")}</button>
       </div>
     </dialog>
   `;

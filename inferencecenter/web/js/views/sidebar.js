@@ -1,26 +1,30 @@
 // @ts-check
+import { number, t } from "../i18n.js";
 import { Fragment, html, useRef, useState } from "../ui.js";
 import { current, isAnswering, newChat, openSession, remove } from "../conversations.js";
 import { full, rename, sessions, unread, usage } from "../list.js";
 import { rootOf, versionsOf, withoutVersions } from "../versions.js";
-import { account, preferences, signOut, view } from "../state.js";
+import { account, administers, preferences, signOut, view } from "../state.js";
 import { Confirm } from "./dialog.js";
 import { Icon } from "./icons.js";
+import { Lazy } from "./lazy.js";
 
 /** @typedef {import("../list.js").Summary} Summary */
 
+const foundViews = () => import("./found.js");
 const DAY_MS = 86_400_000;
 /** Shares of the limits from which they are shown. */
 const NEARLY_ACTIVE = 7 / 8;
 const NEARLY_STORED = 0.9;
 const THEMES = /** @type {const} */ (["system", "light", "dark"]);
 const THEME_ICONS = { system: "system", light: "sun", dark: "moon" };
+const THEME_LABELS = /** @type {const} */ ({ system: "foot.theme_system", light: "foot.theme_light", dark: "foot.theme_dark" });
 
 /** Moves the focus to the search of conversations; opens the list where it is closed. */
 export function focusSearch() {
   const field = /** @type {HTMLElement | null} */ (document.querySelector(".sidebar .filter"));
   if (!field?.checkVisibility({ visibilityProperty: true })) {
-    /** @type {HTMLElement | null} */ (document.querySelector("[aria-label=Conversations][aria-expanded]"))?.click();
+    /** @type {HTMLElement | null} */ (document.querySelector(".list-opener"))?.click();
   }
   requestAnimationFrame(() => field?.focus());
 }
@@ -40,22 +44,21 @@ export function Sidebar({ open, onClose }) {
     onClose();
   };
   return html`
-    <nav class="sidebar" data-open=${open} aria-label="Conversations">
+    <nav class="sidebar" data-open=${open} aria-label=${t("list.title")}>
       <div class="sidebar-head">
         <span class="brand"><span class="mark" aria-hidden="true"></span>InferenceCenter</span>
-        <button type="button" class="icon-button only-narrow" aria-label="Close the list" onClick=${onClose}>
+        <button type="button" class="icon-button only-narrow" aria-label=${t("list.close")} onClick=${onClose}>
           <${Icon} name="close" />
         </button>
       </div>
-      <button type="button" class="button new-chat" title="Ctrl+Shift+O" onClick=${start}>
-        <${Icon} name="plus" /> New chat
+      <button type="button" class="button new-chat" title=${t("keys.new")} onClick=${start}>
+        <${Icon} name="plus" /> ${t("chat.new")}
       </button>
-      <input type="search" class="filter" placeholder="Search…" title="Ctrl+K" aria-label="Search conversations"
+      <input type="search" class="filter" placeholder=${t("list.search")} title=${t("keys.search")} aria-label=${t("list.search_label")}
         value=${filter} onInput=${(/** @type {any} */ event) => setFilter(event.target.value)} />
       <div class="sidebar-list" onKeyDown=${moveFocus}>
-        ${list === null && html`<p class="hint">Loading…</p>`}
-        ${list?.length === 0 && html`<p class="hint">Conversations appear here.</p>`}
-        ${wanted && found.length === 0 && html`<p class="hint">No matching conversations</p>`}
+        ${list === null && html`<p class="hint">${t("notice.loading")}</p>`}
+        ${list?.length === 0 && html`<p class="hint">${t("list.empty")}</p>`}
         ${byAge(found, Date.now()).map(
           ([age, group]) => html`
             <${Fragment} key=${age}>
@@ -66,6 +69,7 @@ export function Sidebar({ open, onClose }) {
             <//>
           `,
         )}
+        ${wanted && html`<${Lazy} load=${foundViews} name="Found" words=${wanted} hasTitles=${found.length > 0} onClose=${onClose} />`}
       </div>
       <${Limits} />
       <${Foot} onClose=${onClose} />
@@ -103,18 +107,18 @@ function Item({ summary, onClose }) {
     <li class="item" data-selected=${selected} data-unread=${isUnread}>
       <button type="button" class="item-open" ref=${ref} aria-current=${selected ? "page" : undefined} title=${title}
         onClick=${select} onKeyDown=${keys}>
-        ${busy && html`<span class="dot" role="img" aria-label="Answering"></span>`}
-        ${isUnread && html`<span class="dot" data-still role="img" aria-label="Unread answer"></span>`}
+        ${busy && html`<span class="dot" role="img" aria-label=${t("list.answering")}></span>`}
+        ${isUnread && html`<span class="dot" data-still role="img" aria-label=${t("list.unread")}></span>`}
         <span class="item-title" dir="auto">${title}</span>
       </button>
       <span class="item-actions">
-        <button type="button" class="icon-button" aria-label=${`Rename ${title}`} title="Rename (F2)"
+        <button type="button" class="icon-button" aria-label=${t("list.rename", { title })} title=${t("list.rename_title")}
           onClick=${() => setDoing("renaming")}><${Icon} name="edit" /></button>
-        <button type="button" class="icon-button" aria-label=${`Delete ${title}`} title="Delete"
+        <button type="button" class="icon-button" aria-label=${t("list.delete_one", { title })} title=${t("list.delete")}
           onClick=${() => setDoing("deleting")}><${Icon} name="trash" /></button>
       </span>
       ${doing === "deleting" &&
-      html`<${Confirm} title="Delete this conversation?" text=${`“${title}” will be deleted permanently${versions.length > 1 ? `, with its ${versions.length} versions` : ""}.`} action="Delete"
+      html`<${Confirm} title=${t("list.delete_question")} text=${t("list.delete_warning", { title, n: versions.length })} action=${t("list.delete")}
         onConfirm=${() => remove(id)} onClose=${done} />`}
     </li>
   `;
@@ -134,7 +138,7 @@ function Rename({ title, onSave, onDone }) {
     if (event.key === "Enter" && !event.isComposing) save(event.target.value);
     if (event.key === "Escape") save(title);
   };
-  return html`<input class="rename" aria-label="Title" maxlength="200" value=${title} onKeyDown=${keys}
+  return html`<input class="rename" aria-label=${t("list.rename_label")} maxlength="200" value=${title} onKeyDown=${keys}
     ref=${focusAll} onBlur=${(/** @type {any} */ event) => save(event.target.value)} />`;
 }
 
@@ -144,20 +148,19 @@ function Limits() {
   if (!used) return null;
   const words = [activeWords(used), storedWords(used)].filter(Boolean);
   if (words.length === 0) return null;
-  return html`<p class="hint limits" title="Each version of a conversation counts.">${words.join(" ")}</p>`;
+  return html`<p class="hint limits" title=${t("list.limits_title")}>${words.join(" ")}</p>`;
 }
 
 /** @param {import("../wire/types.js").SessionUsage} used */
 function activeWords({ live, max_sessions: most, archived }) {
   if (live < NEARLY_ACTIVE * most) return "";
-  const others = archived > 0 ? `, ${archived.toLocaleString()} archived; all open from this list` : "";
-  return `${live} of ${most} conversations active${others}.`;
+  return archived > 0 ? t("list.active_archived", { live, most, archived }) : t("list.active", { live, most });
 }
 
 /** @param {import("../wire/types.js").SessionUsage} used */
 function storedWords({ stored_chars: held, max_stored_chars: most }) {
-  if (full.value) return "Their space is full: delete some to start new ones.";
-  return held < NEARLY_STORED * most ? "" : `${Math.floor((100 * held) / most)} % of their space is used.`;
+  if (full.value) return t("list.full");
+  return held < NEARLY_STORED * most ? "" : t("list.nearly_full", { percent: `${number(Math.floor((100 * held) / most))} %` });
 }
 
 /** @param {{onClose: () => void}} props */
@@ -173,14 +176,15 @@ function Foot({ onClose }) {
   };
   return html`
     <div class="sidebar-foot">
-      <${ViewLink} to="chat" icon="chat" label="Chat" onClick=${go("chat")} />
-      <${ViewLink} to="dashboard" icon="chart" label="Dashboard" onClick=${go("dashboard")} />
-      <${ViewLink} to="models" icon="cube" label="Models" onClick=${go("models")} />
+      <${ViewLink} to="chat" icon="chat" label=${t("foot.chat")} onClick=${go("chat")} />
+      <${ViewLink} to="dashboard" icon="chart" label=${t("foot.dashboard")} onClick=${go("dashboard")} />
+      <${ViewLink} to="models" icon="cube" label=${t("foot.models")} onClick=${go("models")} />
+      ${administers.value && html`<${ViewLink} to="admin" icon="settings" label=${t("foot.admin")} onClick=${go("admin")} />`}
       <div class="account">
-        <span class="account-name" title="Signed in as">${account.value?.client_id}</span>
-        <button type="button" class="icon-button" aria-label=${`Theme: ${theme}`} title=${`Theme: ${theme}`}
+        <span class="account-name" title=${t("foot.account")}>${account.value?.client_id}</span>
+        <button type="button" class="icon-button" aria-label=${t(THEME_LABELS[theme])} title=${t(THEME_LABELS[theme])}
           onClick=${nextTheme}><${Icon} name=${THEME_ICONS[theme]} /></button>
-        <button type="button" class="icon-button" aria-label="Sign out" title="Sign out" onClick=${() => signOut()}>
+        <button type="button" class="icon-button" aria-label=${t("foot.sign_out")} title=${t("foot.sign_out")} onClick=${() => signOut()}>
           <${Icon} name="leave" />
         </button>
       </div>
@@ -200,7 +204,7 @@ function ViewLink({ to, icon, label, onClick }) {
 
 /** @param {Summary} summary */
 function titleOf(summary) {
-  return summary.metadata.title || "Untitled";
+  return summary.metadata.title || t("chat.untitled");
 }
 
 /**
@@ -213,11 +217,11 @@ function titleOf(summary) {
 export function byAge(list, now) {
   const midnight = new Date(now).setHours(0, 0, 0, 0);
   const ages = /** @type {const} */ ([
-    ["Today", midnight],
-    ["Yesterday", midnight - DAY_MS],
-    ["Last 7 days", midnight - 7 * DAY_MS],
-    ["Last 30 days", midnight - 30 * DAY_MS],
-    ["Older", -Infinity],
+    [t("age.today"), midnight],
+    [t("age.yesterday"), midnight - DAY_MS],
+    [t("age.week"), midnight - 7 * DAY_MS],
+    [t("age.month"), midnight - 30 * DAY_MS],
+    [t("age.older"), -Infinity],
   ]);
   const ageOf = (/** @type {Summary} */ each) => ages.find(([, since]) => each.last_used_at * 1000 >= since)?.[0];
   /** @type {[string, Summary[]][]} */

@@ -1,7 +1,10 @@
 // @ts-check
+import { rich, t } from "../i18n.js";
 import { html, useState } from "../ui.js";
-import { link, signIn, signInError } from "../state.js";
+import { CREATE_TOKEN, link, signIn, signInError } from "../state.js";
 import { Icon } from "./icons.js";
+
+const EXAMPLE = "ic_…";
 
 /** The sign-in form. */
 export function SignIn() {
@@ -9,7 +12,7 @@ export function SignIn() {
   const [shown, setShown] = useState(false);
   const there = link.value;
   const state = there?.state.value;
-  const problem = signInError.value || (state === "waiting" ? `${there?.reason.value} Retrying…` : "");
+  const problem = signInError.value || (state === "waiting" ? t("signin.retrying", { why: there?.reason.value ?? "" }) : "");
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
     if (token.trim()) signIn(token.trim());
@@ -18,23 +21,23 @@ export function SignIn() {
     <main class="signin">
       <form class="signin-card" onSubmit=${submit}>
         <h1><span class="mark" aria-hidden="true"></span>InferenceCenter</h1>
-        <label for="token">Token</label>
+        <label for="token">${t("signin.token")}</label>
         <div class="field">
-          <input id="token" type=${shown ? "text" : "password"} value=${token} placeholder="ic_…" autocomplete="off"
+          <input id="token" type=${shown ? "text" : "password"} value=${token} placeholder=${EXAMPLE} autocomplete="off"
             autocapitalize="off" spellcheck=${false} required maxlength="256" autofocus
             aria-describedby="token-hint token-problem" aria-invalid=${Boolean(signInError.value)}
             onInput=${(/** @type {any} */ event) => setToken(event.target.value)} />
           <button type="button" class="button quiet" aria-pressed=${shown} onClick=${() => setShown(!shown)}>
-            ${shown ? "Hide" : "Show"}
+            ${t(shown ? "signin.hide" : "signin.show")}
           </button>
         </div>
         <p id="token-problem" class="problem" role="alert">${problem}</p>
         <button type="submit" class="button primary wide" disabled=${state === "connecting"}>
-          ${state === "connecting" ? "Signing in…" : "Sign in"}
+          ${t(state === "connecting" ? "signin.signing_in" : "signin.sign_in")}
         </button>
         <p id="token-hint" class="hint">
-          The server printed one when it first started, and keeps it in <code>admin.token</code> in its state directory.${" "}
-          ${!problem && html`<code>inferencecenter token create NAME</code> creates one.`} It is kept in this tab only.
+          ${rich("signin.hint", { file: html`<code>admin.token</code>` })}${" "}
+          ${!problem && rich("signin.hint_create", { command: html`<code>${CREATE_TOKEN}</code>` })} ${t("signin.hint_kept")}
         </p>
       </form>
     </main>
@@ -49,10 +52,10 @@ export function Connecting() {
     <main class="signin" aria-busy="true">
       <div class="signin-card">
         <h1><span class="mark" aria-hidden="true"></span>InferenceCenter</h1>
-        <p class="hint" role="status">${state === "waiting" ? there?.reason.value : "Connecting…"}</p>
+        <p class="hint" role="status">${state === "waiting" ? there?.reason.value : t("notice.connecting")}</p>
         ${state === "waiting" &&
         html`<button type="button" class="button wide" onClick=${() => there?.retryNow()}>
-          <${Icon} name="again" /> Try now
+          <${Icon} name="again" /> ${t("signin.try_now")}
         </button>`}
       </div>
     </main>

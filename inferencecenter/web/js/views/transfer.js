@@ -1,11 +1,12 @@
 // @ts-check
 /** Export of conversations as Markdown or JSON, and import of the latter. */
 
+import { t } from "../i18n.js";
 import { html, useRef, useState } from "../ui.js";
 import { importConversation } from "../conversations.js";
 import { sessions, titleOfSession } from "../list.js";
 import { hello, link } from "../state.js";
-import { asMarkdown, batchesOf, conversationsIn, fileName } from "../transfer.js";
+import { asMarkdown, batchesOf, conversationsIn, fileName, presetsIn } from "../transfer.js";
 import { asWireError } from "../wire/errors.js";
 
 /** @typedef {import("../transfer.js").Exported} Exported */
@@ -38,17 +39,20 @@ export function Transfer({ id }) {
     const list = sessions.peek() ?? [];
     const all = [];
     for (const { session_id } of list) {
-      setSaid(`Reading ${all.length + 1} of ${list.length}…`);
+      setSaid(t("transfer.reading", { at: all.length + 1, count: list.length }));
       all.push(await read(session_id));
     }
-    save("conversations.json", jsonOf(all), "application/json");
-    return `${all.length} ${all.length === 1 ? "conversation" : "conversations"} exported.`;
+    const kept = (await link.peek()?.request("list_presets"))?.presets ?? [];
+    save("conversations.json", jsonOf(all, kept), "application/json");
+    return t("transfer.exported", { n: all.length });
   };
   const load = async (/** @type {File} */ chosen) => {
-    const found = conversationsIn(await chosen.text());
+    const text = await chosen.text();
+    const found = conversationsIn(text);
     const limit = (hello.peek()?.limits.max_frame_bytes ?? 2 ** 20) / 2;
     for (const each of found) await importConversation(each, batchesOf(each.messages, limit));
-    return `${found.length} ${found.length === 1 ? "conversation" : "conversations"} imported.`;
+    for (const preset of presetsIn(text)) await link.peek()?.request("save_preset", { preset });
+    return t("transfer.imported", { n: found.length });
   };
   const choose = (/** @type {any} */ event) => {
     const [chosen] = event.target.files;
@@ -57,14 +61,14 @@ export function Transfer({ id }) {
   };
   return html`
     <section class="setting">
-      <h3>Export and import</h3>
+      <h3>${t("transfer.title")}</h3>
       <div class="suggestions transfer">
         ${id !== null &&
-        html`<button type="button" class="button" disabled=${busy} onClick=${() => work(() => saveOne("md"))}>Export as Markdown</button>
-          <button type="button" class="button" disabled=${busy} onClick=${() => work(() => saveOne("json"))}>Export as JSON</button>`}
-        <button type="button" class="button" disabled=${busy} onClick=${() => work(saveAll)}>Export all as JSON</button>
-        <button type="button" class="button" disabled=${busy} onClick=${() => file.current?.click()}>Import JSON…</button>
-        <input type="file" ref=${file} hidden accept=".json,application/json" aria-label="File to import" onChange=${choose} />
+        html`<button type="button" class="button" disabled=${busy} onClick=${() => work(() => saveOne("md"))}>${t("transfer.markdown")}</button>
+          <button type="button" class="button" disabled=${busy} onClick=${() => work(() => saveOne("json"))}>${t("transfer.json")}</button>`}
+        <button type="button" class="button" disabled=${busy} onClick=${() => work(saveAll)}>${t("transfer.all")}</button>
+        <button type="button" class="button" disabled=${busy} onClick=${() => file.current?.click()}>${t("transfer.import")}</button>
+        <input type="file" ref=${file} hidden accept=".json,application/json" aria-label=${t("transfer.file")} onChange=${choose} />
       </div>
       <p class="hint" role="status">${said}</p>
     </section>
@@ -81,9 +85,12 @@ async function read(id) {
   return { title: titleOfSession(id), model: told.model, messages: told.transcript };
 }
 
-/** @param {readonly Exported[]} conversations */
-function jsonOf(conversations) {
-  return JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 2);
+/**
+ * @param {readonly Exported[]} conversations
+ * @param {readonly import("../wire/types.js").Preset[]} [presets]
+ */
+function jsonOf(conversations, presets) {
+  return JSON.stringify({ format: FORMAT, version: 1, conversations, presets }, null, 2);
 }
 
 /**

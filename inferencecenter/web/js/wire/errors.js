@@ -1,27 +1,21 @@
 // @ts-check
 /** Errors of the daemon or the connection. */
 
-/**
- * Hints for this page by code, or `storage_full`, where the daemon's hint is for programs.
- *
- * @type {Readonly<Record<string, string>>}
- */
-const HINTS = {
-  prompt_too_long: "Shorten it, or start a new chat.",
-  session_limit: "Wait until an answer has ended, or delete a conversation that is no longer needed, then try again.",
-  storage_full: "Those that exist can be continued. To make room, delete some from the list; Settings can export all of them before.",
-};
+import { known, number, t } from "../i18n.js";
 
-/** @type {Readonly<Record<string, (message: string) => string>>}  The same for messages. */
-const MESSAGES = {
-  prompt_too_long: (message) => {
+/**
+ * Returns the message for this page, where the daemon's is for programs.
+ *
+ * @param {string} kind  A code, or `storage_full`.
+ * @param {string} message
+ */
+function messageFor(kind, message) {
+  if (kind === "prompt_too_long") {
     const [, limit, tokens] = /length is (\d+) tokens\. However, the prompt has ([^,]+),/.exec(message) ?? [];
-    const sizes = limit ? ` With the conversation it has ${tokens}; ${Number(limit).toLocaleString()} fit, with the answer.` : "";
-    return `This message is too long for the model.${sizes}`;
-  },
-  session_limit: () => "Too many conversations are in use at once.",
-  storage_full: () => "The space for conversations is full: no further conversation or version can be stored.",
-};
+    if (limit) return t("error.prompt_sizes", { tokens, limit: number(Number(limit)) });
+  }
+  return known("error", kind) ?? message;
+}
 
 /** An `error` event, or a local failure in its form. */
 export class WireError extends Error {
@@ -37,10 +31,10 @@ export class WireError extends Error {
   constructor(told) {
     const isStorageFull = told.code === "quota_exceeded" && told.field === "store";
     const kind = isStorageFull ? "storage_full" : told.code;
-    super(MESSAGES[kind]?.(told.message) ?? told.message);
+    super(messageFor(kind, told.message));
     this.name = "WireError";
     this.code = told.code;
-    this.hint = HINTS[kind] ?? told.hint ?? "";
+    this.hint = known("hint", kind) ?? told.hint ?? "";
     this.field = isStorageFull ? "" : (told.field ?? "");
     /** Whether nothing new can be stored until something is deleted. */
     this.isStorageFull = isStorageFull;
@@ -57,8 +51,8 @@ export class WireError extends Error {
 export function outcomeUnknown(op) {
   return new WireError({
     code: "daemon_unreachable",
-    message: `The connection was lost before ${op} was answered.`,
-    hint: "Its outcome is unknown: check before trying again.",
+    message: t("error.outcome_unknown", { op }),
+    hint: t("error.outcome_hint"),
     retryable: true,
   });
 }

@@ -7,9 +7,8 @@
  */
 
 import { signal } from "../../vendor/signals-core.js";
-import { HEALTHY_AFTER_MS, verdictOf, waitMs } from "./backoff.js";
-import { WireError, outcomeUnknown } from "./errors.js";
-import { Pending } from "./pending.js";
+import { known, t } from "../i18n.js";
+import { outcomeUnknown, WireError } from "./errors.js";
 
 /** @typedef {import("./types.js").AnyEvent} WireEvent */
 /** @typedef {import("./types.js").Requests} Requests */
@@ -133,7 +132,7 @@ export class Link {
   }
 
   _unreachable() {
-    return new WireError({ code: "daemon_unreachable", message: this.reason.peek() || "The connection is closed." });
+    return new WireError({ code: "daemon_unreachable", message: this.reason.peek() || t("link.closed") });
   }
 
   _open() {
@@ -297,4 +296,124 @@ function parse(text) {
   } catch {
     return null; // not from the daemon
   }
+}
+
+/**
+ * @typedef {object} Request
+ * @property {{op: string, id: string}} frame
+ * @property {boolean} sent  On the current socket.
+ * @property {(event: WireEvent) => boolean} isInterim  Recognizes events that precede the reply.
+ * @property {(event: any) => void} resolve
+ * @property {(error: WireError) => void} reject
+ */
+
+/** Idempotent requests: they are sent again when their reply was lost with a socket. */
+const REPEATABLE = new Set([
+  "hello", "ping", "get_session", "list_sessions", "search_sessions", "list_models", "list_mcp_tools", "close_session", "set_metadata", "set_model",
+  "unload_model", "status", "metrics", "metrics_history", "subscribe_metrics", "unsubscribe_metrics", "usage", "list_clients",
+  "list_accounts", "list_tokens", "list_pulls", "list_all_sessions", "read_audit", "list_usage",
+]);
+
+class Pending {
+  constructor() {
+    /** @type {Map<string, Request>} */
+    this._requests = new Map();
+  }
+
+  /** @param {Request} request */
+  add(request) {
+    this._requests.set(request.frame.id, request);
+  }
+
+  /**
+   * Passes an event to the request that it answers.
+   *
+   * @param {WireEvent} event
+   */
+  answer(event) {
+    const request = event.id === undefined ? undefined : this._requests.get(event.id);
+    if (!request) return;
+    if (event.op !== "error" && request.isInterim(event)) return;
+    this._requests.delete(request.frame.id);
+    if (event.op === "error") request.reject(new WireError(event));
+    else request.resolve(event);
+  }
+
+  /**
+   * Sends all requests that were not sent on this socket; some were, as it was already open.
+   *
+   * @param {(frame: {op: string, id: string}) => boolean} send
+   */
+  sendAll(send) {
+    for (const request of this._requests.values()) request.sent ||= send(request.frame);
+  }
+
+  /**
+   * Rejects requests that were sent and are not idempotent, as their outcome is unknown. The others wait for a socket.
+   *
+   * @param {(op: string) => WireError} why
+   */
+  cut(why) {
+    this._reject((request) => request.sent && !REPEATABLE.has(request.frame.op), why);
+    for (const request of this._requests.values()) request.sent = false;
+  }
+
+  /** @param {() => WireError} why */
+  end(why) {
+    this._reject(() => true, why);
+  }
+
+  /**
+   * @param {(request: Request) => boolean} which
+   * @param {(op: string) => WireError} why
+   */
+  _reject(which, why) {
+    for (const request of [...this._requests.values()].filter(which)) {
+      this._requests.delete(request.frame.id);
+      request.reject(why(request.frame.op));
+    }
+  }
+}
+
+const MIN_WAIT_MS = 500;
+const MAX_WAIT_MS = 30_000;
+/** Milliseconds after which a connection counts as stable: its loss restarts the backoff. */
+const HEALTHY_AFTER_MS = 10_000;
+
+/**
+ * @typedef {object} Verdict
+ * @property {boolean} final  Whether another attempt with the same token is useless.
+ * @property {number} waitMs  Minimum delay in milliseconds.
+ * @property {string} words  Description for the user.
+ */
+
+/** @type {ReadonlyMap<number, number>}  Minimum delays by close code, where it is not 0. */
+const WAITS_MS = new Map([[1000, 1000], [1001, 1000], [1011, 1000], [1013, 5000], [4429, 10_000]]);
+/** The daemon does not want this page. */
+const POLICY_VIOLATION = 1008;
+
+/**
+ * Returns the meaning of a closed socket.
+ *
+ * @param {number} code  Close code; 1006 if there was none.
+ * @param {string} reason  Close reason, may be empty.
+ * @returns {Verdict}
+ */
+export function verdictOf(code, reason) {
+  const final = code === POLICY_VIOLATION;
+  const words = known("close", String(code)) ?? t("link.unreachable");
+  return { final, waitMs: WAITS_MS.get(code) ?? 0, words: reason && final ? t("link.reason", { words, reason }) : words };
+}
+
+/**
+ * Returns the delay before an attempt: uniform up to a bound that doubles (full jitter), added to the daemon's minimum.
+ *
+ * @param {number} attempt  Number of failed attempts, from 0.
+ * @param {number} atLeastMs  Minimum given by the daemon.
+ * @param {number} chance  Random number from 0 to 1.
+ * @returns {number} Milliseconds.
+ */
+export function waitMs(attempt, atLeastMs, chance) {
+  const bound = Math.min(MAX_WAIT_MS, MIN_WAIT_MS * 2 ** Math.min(attempt, 10));
+  return Math.round(Math.min(Math.max(MAX_WAIT_MS, atLeastMs), atLeastMs + (0.3 + 0.7 * chance) * bound));
 }

@@ -2,6 +2,7 @@
 /** One conversation, across any number of sockets. */
 
 import { batch, signal } from "../../vendor/signals-core.js";
+import { t } from "../i18n.js";
 import { WireError, asWireError } from "./errors.js";
 import { Live } from "./live.js";
 import { Position } from "./position.js";
@@ -39,6 +40,8 @@ export class Session {
     this._talk = new Talk();
     this.turns = this._talk.turns;
     this.live = this._talk.live;
+    this.results = this._talk.results;
+    this.calls = this._talk.calls;
     this.system = this._talk.system;
     this.contextTokens = this._talk.contextTokens;
     this.contextLimit = this._talk.contextLimit;
@@ -58,9 +61,14 @@ export class Session {
     this._retry = 0;
   }
 
+  /** Whether a turn or a tool call runs. */
+  get running() {
+    return this.live.value !== null || Object.values(this.calls.value).some((call) => call.call_state === "running");
+  }
+
   /** Whether a turn may be started now. */
   get idle() {
-    return this.live.value === null && (this.state.value === "draft" || this.state.value === "ready");
+    return !this.running && (this.state.value === "draft" || this.state.value === "ready");
   }
 
   /**
@@ -71,26 +79,49 @@ export class Session {
    * @param {() => Omit<Requests["create_session"], "op" | "id">} [creation]  Returns the fields of `create_session`.
    */
   async ask(asked, fields, creation = () => ({})) {
-    const live = new Live({ asked, fields: { ...fields, ...question(asked) }, turnId: null });
+    const appended = this.results.peek();
+    const sent = asked.filter((message) => !appended.includes(message));
+    const live = new Live({ asked, fields: { ...fields, ...question(sent) }, turnId: null });
     batch(() => {
       this.error.value = null;
       this._talk.begin(live);
     });
-    if (this.id.peek() === null) {
+    while (this.id.peek() === null) {
       try {
         await this._create(creation());
       } catch (error) {
-        if (this.live.peek() === live) this._fail(live, asWireError(error));
-        return;
+        const why = asWireError(error);
+        // A model that cannot be loaded has no time of the next attempt.
+        const passes = PASSING.has(why.code) && why.retryAfterMs !== null;
+        if (this.live.peek() === live && !passes) this._fail(live, why);
+        if (this.live.peek() !== live) return;
+        await new Promise((resolve) => setTimeout(resolve, this._waits(live, why)));
+        if (this.live.peek() !== live) return;
       }
     }
     this._infer();
   }
 
-  /** Aborts the running turn, now or as soon as the connection is restored. */
+  /**
+   * Has the daemon run a tool call of the last answer.
+   *
+   * @param {string} callId
+   * @param {string} server
+   * @param {string} tool  Its name there.
+   */
+  async runCall(callId, server, tool) {
+    const id = this.id.peek();
+    if (id !== null) await this._link.request("call_mcp_tool", { session_id: id, call_id: callId, server, tool });
+  }
+
+  /** Aborts the running turn, now or as soon as the connection is restored, or else the running tool calls. */
   stop() {
     const live = this.live.peek();
-    if (!live) return;
+    if (!live) {
+      const id = this.id.peek();
+      if (id !== null && this.running) this._link.send("abort", { session_id: id, id: this._link.nextId() });
+      return;
+    }
     live.stopping = true;
     live.touch();
     if (live.turnId === null && live.phase === "loading") this._finish(live, { finish_reason: "aborted" });
@@ -151,11 +182,11 @@ export class Session {
   }
 
   /** @param {string} [words]  Why it no longer exists. */
-  end(words = "This conversation was deleted, or it expired.") {
+  end(words = t("chat.gone")) {
     if (this.state.peek() === "gone") return;
     clearTimeout(this._retry);
     const live = this.live.peek();
-    if (live) this._fail(live, new WireError({ code: "session_not_found", message: "The conversation was deleted." }));
+    if (live) this._fail(live, new WireError({ code: "session_not_found", message: t("chat.deleted") }));
     this.farewell.value = words;
     this.state.value = "gone";
   }
@@ -181,8 +212,16 @@ export class Session {
   take(event) {
     if (event.op === "session_resumed") this._resumed(event);
     else if (event.op === "session_detached") this._detached();
-    else if (event.op === "session_closed") this.end("This conversation was deleted elsewhere.");
+    else if (event.op === "model_set") this._setModel(event);
+    else if (event.op === "session_closed") this.end(t("chat.deleted_elsewhere"));
     else if ("seq" in event && event.op !== "session") this._takeNumbered(/** @type {Numbered} */ (event));
+  }
+
+  /** @param {import("./types.js").ModelSetEvent} event */
+  _setModel(event) {
+    this.model.value = event.model;
+    this._talk.measure(event);
+    this.readFacts();
   }
 
   /** @param {Numbered} event */
@@ -229,10 +268,20 @@ export class Session {
       if (error.code === "session_not_found") this.end();
       return;
     }
+    this._retry = setTimeout(() => this._infer(), this._waits(live, error));
+  }
+
+  /**
+   * Shows why a turn does not start yet; returns the milliseconds until the next attempt.
+   *
+   * @param {Live} live
+   * @param {WireError} error
+   */
+  _waits(live, error) {
     live.phase = "loading";
     live.notice = error.message;
     live.touch();
-    this._retry = setTimeout(() => this._infer(), error.retryAfterMs ?? ASK_AGAIN_MS);
+    return error.retryAfterMs ?? ASK_AGAIN_MS;
   }
 
   _abort() {
@@ -260,9 +309,10 @@ export class Session {
 
   /** @param {Numbered} event  A new one. */
   _hear(event) {
-    if (event.op === "session_expired") this.end("This conversation was not used for a long time, and has expired.");
+    if (event.op === "session_expired") this.end(t("chat.expired"));
     else if (event.op === "session_rewound") this._talk.rewind(event.turn);
     else if (event.op === "appended") this._reload();
+    else if (event.op === "mcp_call") this._talk.takeCall(event);
     else if ("turn_id" in event) this._hearTurn(event);
   }
 

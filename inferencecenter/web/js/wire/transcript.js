@@ -1,6 +1,8 @@
 // @ts-check
 /** A conversation as turns: messages, answer, end. Pure. */
 
+import { t } from "../i18n.js";
+
 /** @typedef {import("./types.js").ToolCall} ToolCall */
 /** @typedef {import("./types.js").ChatMessage} ChatMessage */
 /** @typedef {{content: string, reasoning: string, toolCalls: ToolCall[]}} Answer */
@@ -26,8 +28,11 @@
  * @property {Ending | null} ending  Null for messages without a requested answer.
  */
 
+/** @typedef {{name: string, text: string}} AttachedFile */
+
 /** The position before the first turn. */
 export const START = "start";
+const FILE_HEAD = /Attached file: (.+)\n(`{3,})\n/y;
 
 /**
  * Returns the system prompt of a transcript.
@@ -160,22 +165,65 @@ export function answerOf(message) {
 }
 
 /**
- * Returns the fields of `infer` for these messages.
+ * Returns the fields of `infer` for these messages; none if the history has them.
  *
  * @param {readonly ChatMessage[]} asked
  */
 export function question(asked) {
+  if (asked.length === 0) return {};
   return asked.length === 1 && asked[0].role === "user" ? { prompt: asked[0].content } : { messages: [...asked] };
 }
 
 /**
- * Returns a title from the first words of a text.
+ * Returns a message with files before its text.
  *
+ * Each is a block of code, whose fence is longer than any run of backticks in the file, so that no file can end it.
+ *
+ * @param {readonly AttachedFile[]} files
  * @param {string} text
  */
-export function titleOf(text) {
-  const line = text.trim().replace(/\s+/g, " ");
-  if (line.length <= 60) return line || "New chat";
+export function withFiles(files, text) {
+  const frames = files.map(({ name, text: content }) => {
+    const longest = (content.match(/`+/g) ?? []).reduce((most, { length }) => Math.max(most, length), 2);
+    const fence = "`".repeat(longest + 1);
+    return `Attached file: ${name}\n${fence}\n${content}\n${fence}`; // no text
+  });
+  return [...frames, ...(text ? [text] : [])].join("\n\n");
+}
+
+/**
+ * Returns the files of a message, and its text: the inverse of `withFiles`.
+ *
+ * @param {string} content
+ * @returns {{files: readonly AttachedFile[], text: string}}
+ */
+export function filesIn(content) {
+  const files = [];
+  let at = 0;
+  for (;;) {
+    FILE_HEAD.lastIndex = at;
+    const head = FILE_HEAD.exec(content);
+    if (!head) break;
+    const from = at + head[0].length;
+    const to = content.indexOf(`\n${head[2]}`, from);
+    if (to < 0) break;
+    files.push({ name: head[1], text: content.slice(from, to) });
+    at = Math.min(content.length, to + head[2].length + 3);
+  }
+  const text = content.slice(at);
+  // A message of another origin may only look like one.
+  return files.length > 0 && withFiles(files, text) === content ? { files, text } : { files: [], text: content };
+}
+
+/**
+ * Returns a title from the first words of a message, or the names of its files.
+ *
+ * @param {string} content
+ */
+export function titleOf(content) {
+  const { files, text } = filesIn(content);
+  const line = (text.trim() || files.map(({ name }) => name).join(", ")).replace(/\s+/g, " ");
+  if (line.length <= 60) return line || t("chat.new");
   const cut = line.slice(0, 60);
   const space = cut.lastIndexOf(" ");
   return `${space > 30 ? cut.slice(0, space) : cut}…`;

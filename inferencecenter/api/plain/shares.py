@@ -1,0 +1,87 @@
+"""``GET /shares/{share_id}``: a shared conversation, for any account that has its link."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import orjson
+from pydantic import BaseModel, Field
+
+from inferencecenter.api.endpoint import Call, Document, Operation
+from inferencecenter.api.errors import OWN_ERRORS
+from inferencecenter.auth.audit import AuditEvent, audit_entry
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import ChatMessage
+
+if TYPE_CHECKING:
+    from inferencecenter.api.endpoint import Reply
+    from inferencecenter.config.settings import ServerSettings
+    from inferencecenter.sessions.shares import OpenedShare
+
+_HEADER: Final = "x-share-token"
+
+
+class SharedConversation(BaseModel, defer_build=True):
+    """A snapshot of a conversation."""
+
+    share_id: str = Field(description="The share.")
+    client_id: str = Field(description="The account that shared it.")
+    title: str = Field(description="Title of the conversation; may be empty.")
+    created_at: float = Field(description="When it was shared, in Unix seconds.")
+    expires_at: float | None = Field(default=None, description="Unix seconds; null if it does not expire.")
+    transcript: tuple[ChatMessage, ...] = Field(description="The messages, without the system prompt.")
+
+
+def check_share_links(settings: ServerSettings) -> None:
+    """Refuse share links unless the operator allows them.
+
+    Raises:
+        InferenceCenterError: ``forbidden``.
+    """
+    if not settings.share_links:
+        raise InferenceCenterError(
+            ErrorCode.FORBIDDEN, "share links are off", hint="The operator can set server.share_links."
+        )
+
+
+async def open_share(call: Call) -> Reply:
+    """Return a shared conversation."""
+    check_share_links(call.context.settings)
+    share_id, client = call.path["share_id"], call.caller.client
+    found = await call.context.sessions.shares.open(client, share_id, call.headers.get(_HEADER, ""))
+    call.context.operations.charge(client.client_id, n_chars=len(found.messages))
+    line = audit_entry(
+        AuditEvent.SHARE_OPENED,
+        client_id=client.client_id,
+        token_id=client.token_id or None,
+        address=call.caller.address,
+        detail=f"{share_id} of {found.share.client_id}",
+    )
+    call.context.authenticator.audit(line)
+    call.hold_result(len(found.messages))
+    return await call.context.worker.run(client.client_id, partial(_document, found))
+
+
+def _document(found: OpenedShare) -> Document:
+    share = found.share
+    answer = {
+        "share_id": share.share_id,
+        "client_id": share.client_id,
+        "title": share.title,
+        "created_at": share.created_at,
+        "expires_at": share.expires_at,
+        "transcript": orjson.Fragment(found.messages),
+    }
+    return Document(orjson.dumps(answer), headers={"cache-control": "no-store"})
+
+
+OPERATION: Final = Operation(
+    method="GET",
+    path="/shares/{share_id}",
+    summary="Read a shared conversation; the header `X-Share-Token` has the secret of its link.",
+    handler=open_share,
+    answer=SharedConversation,
+    error_format=OWN_ERRORS,
+    errors=(ErrorCode.SHARE_NOT_FOUND,),
+)

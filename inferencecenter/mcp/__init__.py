@@ -1,0 +1,1 @@
+"""MCP client: tools of the servers that the operator declares."""

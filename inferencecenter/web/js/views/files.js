@@ -1,0 +1,113 @@
+// @ts-check
+/** Files of a message, before and after it is sent. */
+
+import { loadTexts, t } from "../i18n.js";
+import { html, useEffect, useState } from "../ui.js";
+import { filesOf, incoming, keepFiles } from "../drafts.js";
+import { countAgain } from "../files.js";
+import { modelOf, models } from "../models.js";
+import { Icon } from "./icons.js";
+
+await loadTexts("files");
+
+/** @typedef {import("../wire/transcript.js").AttachedFile} AttachedFile */
+
+/** More of a file is not laid out. */
+const MOST_SHOWN_CHARS = 100_000;
+
+/**
+ * The files of the next message: attached ones, those being read, and refused ones.
+ *
+ * @param {object} props
+ * @param {import("../wire/session.js").Session} props.session
+ * @param {() => void} props.onChange
+ * @param {(file: File, password: string) => void} props.onUnlock  Reads a file with its password.
+ */
+export function Attachments({ session, onChange, onUnlock }) {
+  const id = session.id.value;
+  const files = filesOf(id);
+  const model = modelOf(session);
+  const isLoaded = models.value?.some(({ name, state }) => name === model && state === "loaded");
+  useEffect(() => {
+    countAgain(session);
+  }, [session, model, isLoaded, files.length]);
+  const coming = incoming.value.filter((each) => each.id === id);
+  const drop = (/** @type {number} */ key) => {
+    incoming.value = incoming.peek().filter((each) => each.key !== key);
+    onChange();
+  };
+  const remove = (/** @type {number} */ at) => {
+    keepFiles(id, files.toSpliced(at, 1));
+    onChange();
+  };
+  return html`
+    <div class="attachments" role="group" aria-label=${t("files.attached")}>
+      <${RemovableFiles} files=${files} onRemove=${remove} />
+      ${coming.map(({ key, name, refusal, locked }) =>
+        refusal
+          ? html`<div class="notice" data-mood="bad" role="alert" key=${key}>
+              <span><strong dir="auto">${name}</strong> ${refusal}</span>
+              ${locked && html`<${Password} name=${name} onEnter=${(/** @type {string} */ password) => onUnlock(locked, password)} />`}
+              <button type="button" class="icon-button" aria-label=${t("files.dismiss", { name })} onClick=${() => drop(key)}><${Icon} name="close" /></button>
+            </div>`
+          : html`<span class="chip file-chip" role="status" key=${key}>
+              <span class="chip-name" dir="auto">${name}</span><span class="pulse" aria-hidden="true"></span><span>${t("files.reading")}</span>
+              <button type="button" class="chip-clear" aria-label=${t("files.remove_one", { name })} title=${t("files.remove")} onClick=${() => drop(key)}><${Icon} name="close" /></button>
+            </span>`,
+      )}
+    </div>
+  `;
+}
+
+/** @param {{name: string, onEnter: (password: string) => void}} props */
+function Password({ name, onEnter }) {
+  const [password, setPassword] = useState("");
+  const keys = (/** @type {KeyboardEvent} */ event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    if (password) onEnter(password);
+  };
+  // Not a form: it stands in that of the message.
+  return html`
+    <span class="file-password">
+      <input type="password" autocomplete="off" aria-label=${t("files.password", { name })} placeholder=${t("files.password_short")}
+        value=${password} onKeyDown=${keys} onInput=${(/** @type {any} */ event) => setPassword(event.target.value)} />
+      <button type="button" class="button small" disabled=${!password} onClick=${() => onEnter(password)}>${t("files.unlock")}</button>
+    </span>
+  `;
+}
+
+/** @param {{files: readonly (AttachedFile & {tokens?: number | null})[], onRemove: (at: number) => void}} props */
+export function RemovableFiles({ files, onRemove }) {
+  return files.map(
+    ({ name, text, tokens }, at) => html`<span class="chip file-chip" key=${at}>
+      <${Icon} name="file" /><span class="chip-name" dir="auto" title=${name}>${name}</span>
+      <span class="file-size">${tokens === null || tokens === undefined ? sizeWords(text) : t("files.tokens", { n: tokens })}</span>
+      <button type="button" class="chip-clear" aria-label=${t("files.remove_one", { name })} title=${t("files.remove")} onClick=${() => onRemove(at)}><${Icon} name="close" /></button>
+    </span>`,
+  );
+}
+
+/** @param {{files: readonly AttachedFile[]}} props  Of a message that was sent. */
+export function FileList({ files }) {
+  return html`<div class="files">${files.map((file, at) => html`<${SentFile} key=${at} file=${file} />`)}</div>`;
+}
+
+/** @param {{file: AttachedFile}} props */
+function SentFile({ file: { name, text } }) {
+  const [open, setOpen] = useState(false);
+  const rest = text.length - MOST_SHOWN_CHARS;
+  return html`
+    <details class="tool file" onToggle=${(/** @type {any} */ event) => setOpen(event.target.open)}>
+      <summary><${Icon} name="file" /> <span dir="auto">${name}</span> <span class="file-size">${sizeWords(text)}</span></summary>
+      ${open &&
+      html`<pre tabindex="0" dir="auto" aria-label=${name} role="region">${text.slice(0, MOST_SHOWN_CHARS)}</pre>
+        ${rest > 0 && html`<p class="hint">${t("files.rest", { n: rest })}</p>`}`}
+    </details>
+  `;
+}
+
+/** @param {string} text */
+function sizeWords(text) {
+  return t("files.characters", { n: text.length });
+}

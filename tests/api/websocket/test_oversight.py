@@ -1,0 +1,195 @@
+"""What administrators see of all clients: sessions without their contents, and the audit log."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from inferencecenter.api.websocket import administration
+from inferencecenter.sessions.store.archive import SessionLine, UsageLine
+from inferencecenter.telemetry import logs
+from tests.api.websocket.test_administration import audit_entries, connect
+from tests.server.harness import Running, ask, receive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
+
+    from websockets.asyncio.client import ClientConnection
+
+STORED = [SessionLine(f"s_{number}", "bob", "", 2, 1, 30, 5.0, 6.0, answering=False, archived=True) for number in "abc"]
+
+
+async def windows(socket: ClientConnection, **fields: Any) -> list[str]:
+    """Return the ids of all sessions, read two at a time."""
+    found: list[str] = []
+    page = await ask(socket, op="list_all_sessions", limit=2, **fields)
+    while True:
+        found += [each["session_id"] for each in page["all_sessions"]]
+        if "next" not in page:
+            return found
+        page = await ask(socket, op="list_all_sessions", limit=2, after=page["next"], **fields)
+
+
+async def test_live_sessions_of_all_clients_are_listed(server: Running) -> None:
+    """By windows and by client, without text or title."""
+    async with connect(server, "root", "user", "admin") as root, server.v1() as ada:
+        await receive(root)
+        await receive(ada)
+        created = [
+            (await ask(ada, op="create_session", metadata={"title": "A secret"}, store=number > 0))["session_id"]
+            for number in range(3)
+        ]
+        own = (await ask(root, op="create_session"))["session_id"]
+        assert await windows(root) == [*created, own]
+        assert await windows(root, client_id="ada") == created
+        assert await windows(root, client_id="missing") == []
+        turn_id = (await ask(ada, op="infer", session_id=created[0], prompt="Another secret"))["turn_id"]
+        first = (await ask(root, op="list_all_sessions"))["all_sessions"][0]
+        assert first == {
+            "session_id": created[0],
+            "client_id": "ada",
+            "model": "stub",
+            "messages": first["messages"],
+            "tokens": first["tokens"],
+            "created_at": first["created_at"],
+            "last_used_at": first["last_used_at"],
+            "state": "busy",
+            "archived": False,
+            "stored": False,
+            "attached": True,
+        }
+        assert "secret" not in str(first)
+        gone = await ask(root, op="list_all_sessions", after="missing")
+        assert (gone["code"], gone["field"]) == ("session_not_found", "after")
+        server.engine.finish(turn_id)
+    assert ("root", "127.0.0.1", "ada") in audit_entries(server, "sessions_listed")
+
+
+async def test_archived_sessions_are_listed_by_windows(server: Running) -> None:
+    """As the command line reads them."""
+
+    def read(client_id: str | None, after: str | None, limit: int) -> list[SessionLine]:
+        assert client_id == "bob"
+        return [each for each in STORED if after is None or each.session_id > after][:limit]
+
+    object.__setattr__(server.context, "read_sessions", read)
+    async with connect(server, "root", "user", "admin") as root:
+        await receive(root)
+        assert await windows(root, client_id="bob", archived=True) == ["s_a", "s_b", "s_c"]
+
+
+async def test_session_of_another_client_is_purged(server: Running) -> None:
+    """Its client is told as if it had closed it; the audit log names the administrator."""
+    async with connect(server, "root", "user", "admin") as root, server.v1() as ada:
+        await receive(root)
+        await receive(ada)
+        session_id = (await ask(ada, op="create_session"))["session_id"]
+        purged = await ask(root, op="purge_session", session_id=session_id, id="p")
+        assert purged == {"op": "session_purged", "id": "p", "session_id": session_id}
+        assert (await receive(ada))["op"] == "session_closed"
+        assert (await ask(ada, op="get_session", session_id=session_id))["code"] == "session_not_found"
+        again = await ask(root, op="purge_session", session_id=session_id)
+        assert (again["code"], again["field"]) == ("session_not_found", "session_id")
+    assert audit_entries(server, "session_purged") == [("root", "127.0.0.1", session_id)]
+
+
+async def test_audit_log_is_read_by_windows(server: Running) -> None:
+    """Newest first, each line once."""
+    for number in range(5):
+        server.accounts.create_token("ada", name=f"token {number}")
+    async with connect(server, "root", "user", "admin") as root:
+        await receive(root)
+        found: list[str] = []
+        page = await ask(root, op="read_audit", event="token_created", client_id="ada", limit=2)
+        assert "token_created" in page["audit_events"]
+        while True:
+            found += [each["detail"] for each in page["audit_lines"]]
+            if "older" not in page:
+                break
+            page = await ask(
+                root, op="read_audit", event="token_created", client_id="ada", limit=2, before=page["older"]
+            )
+    assert found[:5] == [f"token {number}" for number in reversed(range(5))]
+    assert len(found) == len(set(found))
+
+
+async def test_audit_log_finds_what_an_administrator_did(server: Running) -> None:
+    """By the account concerned, and by the one that acted."""
+    async with connect(server, "root", "user", "admin") as root:
+        await receive(root)
+        await ask(root, op="create_account", client_id="bob")
+        for client_id in ("bob", "root"):
+            lines = (await ask(root, op="read_audit", client_id=client_id))["audit_lines"]
+            found = next(each for each in lines if each["event"] == "client_created" and each["client_id"] == "bob")
+            assert (found["actor"], found["address"], found["count"]) == ("root", "127.0.0.1", 1)
+        refused = await ask(root, op="read_audit", event="weather")
+        assert (refused["code"], refused["field"]) == ("invalid_request", "event")
+        assert "login" in refused["hint"]
+
+
+async def test_usage_of_all_accounts_is_ordered_and_bounded(
+    serve: Callable[..., AbstractAsyncContextManager[Running]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most tokens first; further accounts are only counted."""
+    monkeypatch.setattr(administration, "MAX_ACCOUNTS", 2)
+    lines = (
+        UsageLine("ada", "2026-11-20", 2, 100, 60, 30),
+        UsageLine("bob", "2026-11-21", 1, 500, 0, 10),
+        UsageLine("ada", "2026-11-22", 1, 50, 0, 10),
+        UsageLine("cay", "2026-11-22", 1, 5, 0, 1),
+    )
+
+    def read(client_id: str | None, since: str) -> tuple[UsageLine, ...]:
+        assert (client_id, len(since)) == (None, 10)
+        return lines
+
+    async with serve(read_usage=read) as server, connect(server, "op", "user", "operator") as operator:
+        await receive(operator)
+        report = await ask(operator, op="list_usage", id="u")
+    assert report["id"] == "u"
+    assert [(each["client_id"], [day["turns"] for day in each["days"]]) for each in report["usage_by_account"]] == [
+        ("bob", [1]),
+        ("ada", [2, 1]),
+    ]
+    assert report["omitted_accounts"] == 1
+
+
+@pytest.fixture
+def configured_log() -> Iterator[None]:
+    """The log of a daemon, in place of that of the tests."""
+    before, root = structlog.get_config(), logging.getLogger()
+    handlers, level = root.handlers, root.level
+    logs.configure(level="debug", log_format="json")
+    yield
+    logging.captureWarnings(capture=False)
+    root.handlers = handlers
+    root.setLevel(level)
+    structlog.configure(**before)
+
+
+@pytest.mark.usefixtures("configured_log")
+async def test_log_is_followed_from_a_level_on(server: Running) -> None:
+    """Recent lines first, then new ones; secrets are redacted, and the subscription ends on request."""
+    log = structlog.get_logger()
+    secret = server.token.rpartition("_")[2]
+    log.warning("before_the_subscription", token=server.token)
+    async with connect(server, "root", "user", "admin") as root:
+        await receive(root)
+        assert (await ask(root, op="subscribe_log", level="warning", id="l"))["op"] == "log_subscribed"
+        first = await receive(root)
+        assert first["op"] == "log"
+        assert first["log_lines"][-1]["text"].startswith("before_the_subscription token=***")
+        log.info("below_the_level")
+        log.error("after_it", note=f"a token {server.token} in a text", items=[server.token], long="x" * 5000)
+        lines = (await receive(root))["log_lines"]
+        assert [(line["level"], line["text"].split()[0]) for line in lines] == [("error", "after_it")]
+        assert secret not in str(first) + str(lines)
+        assert len(lines[0]["text"]) == 1000
+        assert (await ask(root, op="unsubscribe_log"))["op"] == "log_unsubscribed"
+        log.error("unheard")
+        assert (await ask(root, op="ping"))["op"] == "pong"
+    assert ("root", "127.0.0.1", "") in audit_entries(server, "log_read")

@@ -1,0 +1,244 @@
+"""A connection by the official package, to its own server and to a hostile one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from inferencecenter.config.sections import McpServerSettings
+from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.mcp.connection import MAX_TOOLS, McpConnection
+from inferencecenter.mcp.gateway import McpLostError, McpRefusedError, McpUnreachableError
+from tests.mcp.server import CallFile, serve
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a real server."""
+    with serve(CallFile(tmp_path_factory.mktemp("mcp") / "calls")) as (_, port):
+        yield port
+
+
+@asynccontextmanager
+async def connected(
+    port: int, *, tools_changed: Callable[[], None] = lambda: None, **settings: Any
+) -> AsyncIterator[McpConnection]:
+    """A connection to a server on this machine, closed at the end."""
+    tasks, server = TaskGroup("test"), McpServerSettings(url=f"http://127.0.0.1:{port}/mcp", **settings)
+    connection = McpConnection(server, tasks=tasks, tools_changed=tools_changed)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+        await tasks.cancel()
+
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@asynccontextmanager
+async def scripted_server(answer: Callable[[dict[str, Any], dict[str, str]], Answer]) -> AsyncIterator[int]:
+    """A server that answers each POST as a test says, by its body and headers."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            method, *lines = head.decode().splitlines()
+            headers = {
+                name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
+            }
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            status, extra, content = (
+                (405, {}, b"") if not method.startswith("POST") else answer(json.loads(body), headers)
+            )
+            fields = {"Content-Length": str(len(content)), "Content-Type": "application/json"} | extra
+            block = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+            writer.write(f"HTTP/1.1 {status} Whatever\r\n{block}\r\n".encode() + content)
+            await writer.drain()
+
+    async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handle(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    server = await asyncio.start_server(guarded, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+def reply(request: dict[str, Any], result: dict[str, Any]) -> Answer:
+    """The answer with a result."""
+    return 200, {}, json.dumps({"jsonrpc": "2.0", "id": request.get("id"), "result": result}).encode()
+
+
+def ordinary(request: dict[str, Any]) -> Answer:
+    """Arbitrary responses to the handshake."""
+    if request["method"] == "initialize":
+        info = {"name": "stub", "version": "1"}
+        return reply(request, {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info})
+    return 202, {}, b""
+
+
+async def test_tools_of_a_real_server_run(port: int) -> None:
+    """Results, errors of the tool, and text for structured content."""
+    async with connected(port) as connection:
+        await connection.open()
+        assert "get_weather" in [tool.name for tool in await connection.list_tools()]
+        result = await connection.call_tool("get_weather", {"city": "Oslo"})
+        assert (result.text, result.is_error) == ("-3 °C in Oslo", False)
+        assert (await connection.call_tool("fail", {})).is_error
+
+
+async def test_changed_tools_are_announced(port: int) -> None:
+    """By the server's notification; the next list has the new tool."""
+    changed = asyncio.Event()
+    async with connected(port, tools_changed=changed.set) as connection:
+        await connection.open()
+        before = {tool.name for tool in await connection.list_tools()}
+        assert not changed.is_set()
+        await connection.call_tool("grow", {"name": "grown"})
+        await changed.wait()
+        assert {tool.name for tool in await connection.list_tools()} - before == {"grown"}
+
+
+async def test_operators_headers_are_sent_and_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the file and the environment; the file is read for each connection."""
+    seen: list[dict[str, str]] = []
+
+    def answer(request: dict[str, Any], headers: dict[str, str]) -> Answer:
+        seen.append(headers)
+        return ordinary(request)
+
+    file = tmp_path / "headers"
+    file.write_text("Authorization: Bearer s3cret\n\nX-Two: b\n")
+    monkeypatch.setenv("TEST_KEY", "k3y")
+    caplog.set_level(logging.DEBUG)
+    async with scripted_server(answer) as port:
+        async with connected(port, headers_file=file, headers_env={"X-Key": "TEST_KEY"}) as connection:
+            await connection.open()
+        assert {(each["authorization"], each["x-two"], each["x-key"]) for each in seen} == {
+            ("Bearer s3cret", "b", "k3y")
+        }
+        assert "s3cret" not in caplog.text
+        assert "k3y" not in caplog.text
+        file.write_text("nonsense s3cret")
+        async with connected(port, headers_file=file) as connection:
+            with pytest.raises(McpUnreachableError, match=r"^headers_file has a line that is not a header$"):
+                await connection.open()
+        async with connected(port, headers_env={"X-Key": "TEST_MISSING"}) as connection:
+            with pytest.raises(McpUnreachableError, match="TEST_MISSING is not set"):
+                await connection.open()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((500, {}, b""), "error response"),
+        ((200, {}, b"{"), "Failed to parse"),
+        ((200, {"Content-Type": "text/html"}, b"<html>"), "content type"),
+        ((302, {"Location": "http://127.0.0.2/"}, b""), "not followed"),
+        ((200, {"Content-Encoding": "gzip"}, b"x"), "no connection"),
+        ((200, {}, b" " * 4_000_000), "too long|Failed to parse"),
+    ],
+)
+async def test_handshake_fails_with_a_short_reason(answer: Answer, message: str) -> None:
+    """Any invalid response to the handshake gives a short reason."""
+    async with scripted_server(lambda _request, _headers: answer) as port, connected(port) as connection:
+        with pytest.raises(McpUnreachableError, match=message) as caught:
+            await connection.open()
+        assert "\n" not in str(caught.value)
+        assert connection.is_lost
+
+
+async def test_silent_server_times_out() -> None:
+    """The handshake fails after the configured timeout."""
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    async with server, connected(server.sockets[0].getsockname()[1], connect_timeout_s=0.1) as connection:
+        with pytest.raises(McpUnreachableError, match="did not answer in time"):
+            await connection.open()
+
+
+async def test_list_of_tools_is_bounded() -> None:
+    """The list is limited by number and size, across pages too."""
+    n_pages = 0
+
+    def answer(request: dict[str, Any], _headers: dict[str, str]) -> Answer:
+        nonlocal n_pages
+        if request["method"] != "tools/list":
+            return ordinary(request)
+        n_pages += 1
+        tools = [{"name": f"t{n_pages}-{n}", "inputSchema": {"type": "object"}} for n in range(20)]
+        return reply(request, {"tools": tools, "nextCursor": "more"})
+
+    async with scripted_server(answer) as port, connected(port) as connection:
+        await connection.open()
+        assert len(await connection.list_tools()) == MAX_TOOLS
+        assert n_pages == 7
+
+
+@pytest.mark.parametrize(("code", "error"), [(-32602, McpRefusedError), (-32603, McpLostError), (-1, McpLostError)])
+async def test_only_a_refusal_says_that_a_tool_did_not_run(code: int, error: type[Exception]) -> None:
+    """Other errors may occur after the tool took effect, so the outcome is unknown."""
+
+    def answer(request: dict[str, Any], _headers: dict[str, str]) -> Answer:
+        if request["method"] != "tools/call":
+            return ordinary(request)
+        body = {"jsonrpc": "2.0", "id": request["id"], "error": {"code": code, "message": "two\nlines"}}
+        return 200, {}, json.dumps(body).encode()
+
+    async with scripted_server(answer) as port, connected(port) as connection:
+        await connection.open()
+        with pytest.raises(error, match="two lines"):
+            await connection.call_tool("x", {})
+
+
+async def test_forgotten_session_was_not_delivered() -> None:
+    """404 for a session means that nothing ran; without a session it says nothing."""
+
+    def answer(request: dict[str, Any], headers: dict[str, str]) -> Answer:
+        if request["method"] == "tools/call":
+            return 404, {}, b""
+        status, fields, body = ordinary(request)
+        return status, fields | {"Mcp-Session-Id": "1"} if "mcp-session-id" not in headers else fields, body
+
+    async with scripted_server(answer) as port, connected(port) as connection:
+        await connection.open()
+        with pytest.raises(McpUnreachableError):
+            await connection.call_tool("x", {})
+        assert connection.is_lost
+
+
+async def test_parts_that_are_no_text_are_named() -> None:
+    """Images are replaced by a line of text."""
+    content = [
+        {"type": "text", "text": "one"},
+        {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+        {"type": "resource_link", "uri": "file:///x", "name": "x"},
+        {"type": "resource", "resource": {"uri": "file:///y", "text": "inside"}},
+    ]
+
+    def answer(request: dict[str, Any], _headers: dict[str, str]) -> Answer:
+        return reply(request, {"content": content}) if request["method"] == "tools/call" else ordinary(request)
+
+    async with scripted_server(answer) as port, connected(port) as connection:
+        await connection.open()
+        result = await connection.call_tool("x", {})
+        assert result.text == "one\n[image: image/png, 3 bytes]\n[resource: file:///x]\ninside"
