@@ -10,13 +10,11 @@ from rich.table import Column
 from inferencecenter.auth.accounts_db import format_limits
 from inferencecenter.cli.options import LIMITS_HELP, ConfigOption, JsonOption, StateDirOption, changed, given
 from inferencecenter.cli.output import print_json, stdout, text_table
-from inferencecenter.cli.session import n_sessions_text, purge_stored
 from inferencecenter.cli.state_files import open_accounts
 from inferencecenter.cli.token import plain, show_limits
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
-from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
 if TYPE_CHECKING:
@@ -99,6 +97,9 @@ def delete_client(  # noqa: PLR0913 - one argument an option
     json: JsonOption = False,
 ) -> None:
     """Delete an account with its tokens, whose sockets are closed; those of clients.toml are only in that file."""
+    from inferencecenter.cli.session import n_sessions_text, purge_stored  # noqa: PLC0415 - the others read no sessions
+    from inferencecenter.sessions.store.archive import Archive  # noqa: PLC0415
+
     settings = load_settings(config, given(state_dir=state_dir))
     path = settings.state_dir / DATABASE_NAME
     with open_accounts(settings) as accounts:
@@ -107,7 +108,7 @@ def delete_client(  # noqa: PLR0913 - one argument an option
             n_sessions, n_chars = len(archive.matches("client", client)), archive.n_chars(client)
         stored = f"{n_sessions_text(n_sessions)} with {n_chars / _MIB:.1f} MiB of text"
         if not yes:
-            fate = "are deleted" if sessions == "delete" else "stay stored"
+            fate = "are deleted" if sessions == "delete" else "stay stored and belong to a new account of this name"
             typer.confirm(
                 f"Delete account {client}? {found.tokens} of its tokens stop working; {stored} {fate}."
                 " This cannot be undone.",

@@ -325,7 +325,7 @@ def test_account_is_deleted_with_or_without_its_sessions(
     answers.seek(0)
     refused = cli.run("client", "delete", "ada", "--sessions", fate)
     assert refused.code == 1
-    words = "are deleted" if fate == "delete" else "stay stored"
+    words = "are deleted" if fate == "delete" else "stay stored and belong to a new account of this name"
     assert f"1 of its tokens stop working; 2 sessions with 0.0 MiB of text {words}." in refused.err
     with contextlib.closing(Accounts.open(stored / ACCOUNTS_NAME, clock=time.time)) as accounts:
         assert accounts.verify_token(token) is not None
