@@ -283,7 +283,7 @@ class _Output:
         await self._tell()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a reading fulfils a condition.
+        """Wait until a reading fulfills a condition.
 
         Raises:
             InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it ends before or takes

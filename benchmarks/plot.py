@@ -18,7 +18,7 @@ _PANELS: Final = (
     ("ITL p50, ms", ("ITL p50",)),
     ("TTFT p50, ms", ("TTFT p50",)),
 )
-_COLOURS: Final = ("#1f6feb", "#d29922", "#2da44e", "#bf3989")
+_COLORS: Final = ("#1f6feb", "#d29922", "#2da44e", "#bf3989")
 _WIDTH: Final = 360
 _HEIGHT: Final = 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 40, 44
@@ -95,4 +95,4 @@ def _tick(value: float) -> str:
 
 
 def _colour(index: int) -> str:
-    return _COLOURS[index % len(_COLOURS)]
+    return _COLORS[index % len(_COLORS)]

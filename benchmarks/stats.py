@@ -76,7 +76,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Return the ratio of two sides whose repetitions alternated, each repetition divided by its neighbour.
+    """Return the ratio of two sides whose repetitions alternated, each repetition divided by its neighbor.
 
     The interval lies between two of the sorted ratios: of n independent pairs, the true median is outside the k-th
     least and k-th greatest with probability 2·P(binomial(n, 1/2) < k), whatever the distribution. The largest k that

@@ -96,7 +96,7 @@ def _spread(found: Spread | None) -> Text:
 def _ratio(ratio: Ratio | None, row: Row) -> Text:
     if ratio is None:
         return Text("")
-    # Coloured only where the whole interval lies on one side: anything else is noise.
+    # Colored only where the whole interval lies on one side: anything else is noise.
     better = ratio.low > 1 if row.better == "higher" else ratio.high < 1
     worse = ratio.high < 1 if row.better == "higher" else ratio.low > 1
     style = _GOOD if better else _BAD if worse else ""

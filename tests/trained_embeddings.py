@@ -98,8 +98,8 @@ class TrainedModel:
         heads, epsilon = config["num_attention_heads"], config["layer_norm_eps"]
 
         def normed(x: Array, name: str) -> Array:
-            centred = x - x.mean(axis=1, keepdims=True)
-            scaled: Array = centred / np.sqrt(centred.var(axis=1, keepdims=True) + epsilon)
+            centered = x - x.mean(axis=1, keepdims=True)
+            scaled: Array = centered / np.sqrt(centered.var(axis=1, keepdims=True) + epsilon)
             return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
         def linear(x: Array, name: str) -> Array:

@@ -2,7 +2,7 @@
 
 Common to all of them: the prompt's words (``prompts``), the sampling parameters (``sampling``), one connection that is
 kept for each client, and a clock that starts when a turn is sent and notes each piece of text when its bytes have
-arrived. The time between tokens is a difference of neighbouring notes; where pieces hold several tokens, the turn's
+arrived. The time between tokens is a difference of neighboring notes; where pieces hold several tokens, the turn's
 mean is its time from the first piece to the last, divided by its tokens less one.
 """
 

@@ -1,9 +1,9 @@
-"""A noisy neighbour repeats operations that are cheap to request and expensive to answer, while others stream.
+"""A noisy neighbor repeats operations that are cheap to request and expensive to answer, while others stream.
 
 The result is the effect on the others. Each action has two intervals of the requested time, one right after the other:
-the neighbours run turns in both, and in the second one a client of another account repeats the action at its rate. So
+the neighbors run turns in both, and in the second one a client of another account repeats the action at its rate. So
 each action is compared with the quiet interval just before it. Every action has a new account, since sessions left by
-one action would count towards the limits of the next. The load generator runs the neighbours, this process the action,
+one action would count towards the limits of the next. The load generator runs the neighbors, this process the action,
 so neither waits for the other.
 """
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from benchmarks.target import TurnTrace
 
 _SPARE_SLOTS: Final = 1
-"""Slots beside one for each neighbour, for the turns of the noisy one."""
+"""Slots beside one for each neighbor, for the turns of the noisy one."""
 _MIB: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """What the neighbours noticed in one stretch."""
+    """What the neighbors noticed in one stretch."""
 
     itl_p99_ms: float
     itl_worst_ms: float
@@ -48,7 +48,7 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class Abuse:
-    """One action: the neighbours' delays without and with it, what it was answered, and how much the memory grew."""
+    """One action: the neighbors' delays without and with it, what it was answered, and how much the memory grew."""
 
     action: str
     quiet: Delays
@@ -84,7 +84,7 @@ def read(clients: Sequence[Sequence[TurnTrace]]) -> Delays:
 
 
 async def run(bench: Bench) -> Report:
-    """Measure each number of neighbours with every action."""
+    """Measure each number of neighbors with every action."""
     clients = required(bench.options.clients)
     turn_tokens = one_prompt_length(bench.options) + required(bench.options.max_tokens)
     settings = bench.settings(slots=max(clients) + _SPARE_SLOTS, n_ctx=context_tokens(turn_tokens))
@@ -96,11 +96,12 @@ async def run(bench: Bench) -> Report:
                 metrics: list[Metric] = []
                 for number, action in enumerate(ACTIONS):
                     token = await stage.daemon.new_token(f"noisy-{n_clients}-{repetition}-{number}")
-                    with bench.run(f"{n_clients} neighbours: {action.name}"):
+                    with bench.run(f"{n_clients} neighbors: {action.name}"):
                         found = await _one(bench, stage.daemon, action, n_clients=n_clients, token=token)
                     metrics += found.metrics()
                 repetitions.append(tuple(metrics))
-            points.append(Point((Parameter("neighbours", n_clients),), (tuple(repetitions),)))
+            clients = Parameter("neighbours", n_clients)  # codespell:ignore neighbours
+            points.append(Point((clients,), (tuple(repetitions),)))
         return Report(SCENARIO.name, stage.sides, tuple(points))
 
 
@@ -152,7 +153,7 @@ def _rss_bytes(daemon: RunningDaemon) -> int:
 
 SCENARIO = Scenario(
     name="abuse",
-    summary="a noisy neighbour repeats cheap operations that are dear to answer: what the others notice",
+    summary="a noisy neighbor repeats cheap operations that are dear to answer: what the others notice",
     run=run,
     defaults=Options(clients=(4,), prompt_tokens=(64,), max_tokens=128, duration_s=10.0, repeat=1),
     takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},

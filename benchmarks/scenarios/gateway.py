@@ -1,7 +1,7 @@
 """The front alone: the echo backend makes tokens for nothing, so what is measured is all between it and a client.
 
 It measures the cost of a frame in the process shared by all clients, and the cost of an idle connection.
-The front's CPU contains all it does for a turn: the request, the session, the acknowledgement and the end too.
+The front's CPU contains all it does for a turn: the request, the session, the acknowledgment and the end too.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def bar(used: float, total: float, *, width: int, style: str | None = None) -> T
         filled = 0
     elif used >= total:
         filled = width
-    colour = style or ("red" if part >= _FULL else "yellow" if part >= _BUSY else "green")
-    return Text.assemble(("█" * filled, colour), ("░" * (width - filled), "dim"))
+    color = style or ("red" if part >= _FULL else "yellow" if part >= _BUSY else "green")
+    return Text.assemble(("█" * filled, color), ("░" * (width - filled), "dim"))
 
 
 def models_table(models: Sequence[ModelSummary], *, width: int) -> Table:

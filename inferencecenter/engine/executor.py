@@ -520,6 +520,6 @@ def _source(move: RestoreSlot | CopySlot | None) -> str:
         case None:
             return "slot"
         case CopySlot():
-            return "neighbour"
+            return "neighbour"  # codespell:ignore neighbour
         case RestoreSlot(key=key):
             return "prefix" if is_prefix_key(key) else "parked"

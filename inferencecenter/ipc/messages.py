@@ -33,7 +33,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 class PromptSegment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of prompt text; special tokens are recognised in it only when ``special`` (template text)."""
+    """A run of prompt text; special tokens are recognized in it only when ``special`` (template text)."""
 
     text: str
     special: bool = False
@@ -588,12 +588,12 @@ class MoveTime(msgspec.Struct, frozen=True, array_like=True):
 class TokenSources(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens of started turns, by the source of their KV.
 
-    ``slot``: the session's own slot; ``neighbour``: another session's slot of the client; ``parked``: the session's
-    parked KV; ``prefix``: a shared system prompt; ``computed``: none, so they are prefilled.
+    In the order of the fields: the session's own slot; another session's slot of the client; the session's parked KV; a
+    shared system prompt; no source, so they are prefilled.
     """
 
     slot: int = 0
-    neighbour: int = 0
+    neighbour: int = 0  # codespell:ignore neighbour
     parked: int = 0
     prefix: int = 0
     computed: int = 0

@@ -46,7 +46,7 @@ _MEDIA_TYPES: Final = {
     ".bcmap": "application/octet-stream",
     "": "text/plain; charset=utf-8",
 }
-"""Media types of served files by suffix. Files for tools have other suffixes; without one, only licences are served."""
+"""Media types of served files by suffix. Files for tools have other suffixes; without one, only licenses are served."""
 _PLAIN_FILES: Final = ("LICENSES",)
 _WORTH_COMPRESSING: Final = 0.9
 """Maximum ratio of a compressed file's size to the original."""

@@ -326,7 +326,7 @@ class EventLog:
     # Building events; each takes the next number.
 
     def queued(self, turn: Turn, *, eta_ms: float | None, request_id: str | None = None) -> events.Queued:
-        """Return the acknowledgement of a turn, or its changed position."""
+        """Return the acknowledgment of a turn, or its changed position."""
         return events.Queued(
             id=request_id,
             session_id=self._session_id,

@@ -127,7 +127,7 @@ class EngineDemand:
         self._paused = paused
         self._news.set()
 
-    def fulfil(self) -> None:
+    def fulfill(self) -> None:
         """Clear the requests: the engine is ready."""
         self._callers.clear()
         self._is_urgent = False

@@ -652,7 +652,7 @@ class Supervisor:
         self._ready_since = self._monotonic()
         self._users = set(self.users)
         self._loads += 1
-        self._demand.fulfil()
+        self._demand.fulfill()
         log_ready(model)
         self._change(EngineChange.LOADED)
         if self._live_sessions is not None:

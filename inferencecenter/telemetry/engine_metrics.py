@@ -24,7 +24,7 @@ _TURN_BOUNDS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # About 2 ms for 1500 tokens of a small model, a hundred times as much for a long conversation with a large one.
 _MOVE_BOUNDS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
 _MOVE_KINDS: Final = ("park", "restore", "copy")
-_SOURCES: Final = ("slot", "neighbour", "parked", "prefix", "computed")
+_SOURCES: Final = ("slot", "neighbour", "parked", "prefix", "computed")  # codespell:ignore neighbour
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class EngineMetrics:
     def _declare_kv(self, registry: MetricRegistry) -> None:
         self.prompt_tokens = registry.counter(
             "prompt_tokens",
-            "Prompt tokens of turns that began, by source of their KV: the session's slot, a neighbour, "
+            "Prompt tokens of turns that began, by source of their KV: the session's slot, a neighbor, "
             "parked, a shared prefix, or none (computed).",
             "model",
             "source",

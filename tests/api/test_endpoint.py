@@ -1,4 +1,4 @@
-"""Behaviour of every HTTP endpoint: authentication, size and time limits, and error responses."""
+"""Behavior of every HTTP endpoint: authentication, size and time limits, and error responses."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ async def test_unauthenticated_body_is_not_read(serve: Serve) -> None:
 
 
 async def test_idle_connections_do_not_block_requests(serve: Serve) -> None:
-    """Idle connections are evicted in favour of active ones."""
+    """Idle connections are evicted in favor of active ones."""
     async with serve(max_connections=20) as server:
         idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(60)]
         assert (await post(server, "/tokenize", {"text": "a"})).status == 200

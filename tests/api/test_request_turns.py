@@ -129,7 +129,7 @@ def test_coalesced_text_is_equal(groups: list[tuple[int, list[Any]]]) -> None:
 
 
 def _spelled(pairs: list[tuple[int, Any]]) -> dict[int, list[Any]]:
-    """Concatenate neighbouring events of one kind."""
+    """Concatenate neighboring events of one kind."""
     spelled: dict[int, list[Any]] = {}
     for index, event in pairs:
         parts = spelled.setdefault(index, [])

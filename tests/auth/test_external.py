@@ -94,7 +94,7 @@ async def test_key_may_be_sent_in_the_query(provider: FakeAuthProvider, caplog: 
 
 async def test_acceptance_carries_limits(provider: FakeAuthProvider) -> None:
     """Flat, or in `config` as in the first InferenceCenter's database; unknown fields are ignored."""
-    terms = {"max_sessions": 3, "priority": "batch", "limits": {"max_tokens": 9, "phase_of_moon": 1}, "colour": "red"}
+    terms = {"max_sessions": 3, "priority": "batch", "limits": {"max_tokens": 9, "phase_of_moon": 1}, "color": "red"}
     expected = Account("ada", 3, "batch", frozenset({Scope.USER}), limits=AccessLimits(max_tokens=9))
     async with authenticator(provider) as verifier:
         for key, answer in (

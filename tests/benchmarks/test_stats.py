@@ -44,7 +44,7 @@ def test_spread_of_repetitions() -> None:
         spread([])
 
 
-def test_ratios_use_neighbouring_repetitions() -> None:
+def test_ratios_use_neighboring_repetitions() -> None:
     """A machine that slows down between repetitions does not change the ratio."""
     assert paired_ratio([10.0, 5.0, 8.0], [5.0, 2.5, 4.0]) == Ratio(median=2.0, low=2.0, high=2.0, coverage=0.75)
 

@@ -111,7 +111,7 @@ def test_first_link_signs_in(cli: Cli, on_terminal: Callable[[], None]) -> None:
 def test_redirected_output_has_no_token(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path, *, forced: bool
 ) -> None:
-    """A file, pipe or container log gets the token's path, also with forced colours."""
+    """A file, pipe or container log gets the token's path, also with forced colors."""
     if forced:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setattr(stdout, "_force_terminal", True)

@@ -189,7 +189,7 @@ class ModelClient:
 
 
 def _joined(events: list[NumberedEvent]) -> list[NumberedEvent]:
-    """Join the text of neighbouring tokens of one turn."""
+    """Join the text of neighboring tokens of one turn."""
     joined: list[NumberedEvent] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -258,7 +258,7 @@ async def test_unknown_events_are_ignored(scripted: Start) -> None:
         await peer.open_session()
         await peer.begin()
         await peer.numbered("weather", sky="blue")
-        await peer.send(op="forecast", sky="grey")
+        await peer.send(op="forecast", sky="gray")
         await peer.token("t1", "ok")
         await peer.end("t1")
 

@@ -19,7 +19,7 @@ from tests.client.peer import STATS, USAGE
 
 
 def queued(turn_id: str = "t", *, seq: int = 1, request_id: str | None = "c1") -> Queued:
-    """An acknowledgement."""
+    """An acknowledgment."""
     return Queued(id=request_id, session_id="s", seq=seq, turn_id=turn_id, position=0)
 
 

@@ -117,15 +117,15 @@ async def test_prompt_length_limits(daemon: Daemon) -> None:
 
 async def test_oversized_frame_closes_with_1009(daemon: Daemon) -> None:
     """A 10 MB prompt closes its own socket with 1009; another socket is unaffected."""
-    async with connect_client(daemon) as neighbour:
-        session = await neighbour.create()
+    async with connect_client(daemon) as neighbor:
+        session = await neighbor.create()
         # No context manager: its exit would abort a transport that the lost connection has closed already.
         client = SocketClient(await connect(daemon.url))
         with pytest.raises(ConnectionClosed) as closed:
             await client.ask(op="infer", session_id="s", prompt="x" * 10_000_000)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1009
-        await _still_works(neighbour, session)
+        await _still_works(neighbor, session)
 
 
 async def test_second_infer_and_idle_abort_are_refused(daemon: Daemon) -> None:

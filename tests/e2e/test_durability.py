@@ -29,7 +29,7 @@ PROMPTS = (
     "What is the capital of Japan?",
     "Tell me a short story.",
     "What is 7 plus 8?",
-    "Name four colours.",
+    "Name four colors.",
     "Give me a JSON object with a name and an age.",
     "Hello, who are you?",
 )

@@ -78,7 +78,7 @@ async def test_complete_exchange_on_every_path(daemon: Daemon, path: str) -> Non
 
 
 async def test_sessions_of_one_socket_generate_concurrently(daemon: Daemon) -> None:
-    """Tokens of three sessions interleave on one socket, each labelled with its session."""
+    """Tokens of three sessions interleave on one socket, each labeled with its session."""
     headers = {"X-Client-ID": "desk", "X-API-Key": CREDENTIALS["api_key"]}
     async with connect(daemon.url, additional_headers=headers) as websocket:
         assert (await _receive(websocket))["op"] == "auth_success"

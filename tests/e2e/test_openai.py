@@ -101,7 +101,7 @@ def test_stream_equals_plain_answer(openai_client: OpenAI) -> None:
 def test_resent_history_is_not_prefilled_again(openai_client: OpenAI) -> None:
     """Of a resent conversation only new messages are prefilled, streamed or not, and after a branch."""
     messages: list[Any] = [{"role": "system", "content": "You are helpful. " * 20}]
-    for question in ("Name a colour.", "Name a fruit.", "Name a city."):
+    for question in ("Name a color.", "Name a fruit.", "Name a city."):
         messages.append(user_message(question))
         before = sum(len(message["content"]) for message in messages[:-1])
         answer, prompt, cached = ask_with_usage(openai_client, messages)
@@ -113,7 +113,7 @@ def test_resent_history_is_not_prefilled_again(openai_client: OpenAI) -> None:
 
 def test_repeated_question_reuses_the_prefix(openai_client: OpenAI) -> None:
     """Repeating the last question prefills next to nothing, and greedily gives the same answer."""
-    messages: list[Any] = [user_message("Name a colour, please, and say why you like it.")]
+    messages: list[Any] = [user_message("Name a color, please, and say why you like it.")]
     first, _, _ = ask_with_usage(openai_client, messages)
     messages += [{"role": "assistant", "content": first}, user_message("And a fruit?")]
     answer, prompt, cached = ask_with_usage(openai_client, messages)

@@ -59,7 +59,7 @@ def test_decode_and_prefill_are_separate() -> None:
     [
         ((), TokenSources(slot=4, computed=6)),
         ((TruncateSlot(0, 4, "t"),), TokenSources(slot=4, computed=6)),
-        ((CopySlot(1, 0, 4, "t"),), TokenSources(neighbour=4, computed=6)),
+        ((CopySlot(1, 0, 4, "t"),), TokenSources(neighbour=4, computed=6)),  # codespell:ignore neighbour
         ((restore("session"), TruncateSlot(0, 4, "t")), TokenSources(parked=4, computed=6)),
         ((restore(prefix_key("", [1])),), TokenSources(prefix=4, computed=6)),
         ((RestoreSlot(1, "other", 4, b"", "u"),), TokenSources(slot=4, computed=6)),

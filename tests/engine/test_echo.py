@@ -42,7 +42,7 @@ def answer(backend: EchoBackend, prompt: list[int], n_tokens: int, **params: obj
 
 
 def test_tokens_are_bytes_and_text_stays_text() -> None:
-    """Control tokens are recognised only where the template spells them."""
+    """Control tokens are recognized only where the template spells them."""
     backend = echo()
     assert backend.tokenize([PromptSegment("<|im_end|>x", special=True)], first=True) == [MESSAGE_END, ord("x")]
     assert backend.tokenize([PromptSegment("<|im_end|>")], first=True) == list(b"<|im_end|>")

@@ -362,7 +362,7 @@ def test_interrupted_step_ends_after_the_current_pass(bench: Bench) -> None:
 
 
 def test_sampler_build_error_fails_only_its_turn(bench: Bench) -> None:
-    """The turn fails with the sampler's own error and is not decoded; its neighbour runs."""
+    """The turn fails with the sampler's own error and is not decoded; its neighbor runs."""
     bench.backend.sampler = EchoBackend.sampler.__get__(bench.backend)  # type: ignore[method-assign]
     bench.add("bad", logit_bias={"1": 1.0})
     bench.add("good")

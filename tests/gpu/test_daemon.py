@@ -33,7 +33,7 @@ __all__ = [  # tests of any daemon, which run here on this module's
     "test_rewound_turn_is_replaced",
 ]
 
-PROMPTS = ("My name is Ada. I have a cat.", "Count from 5 to 19.", "What is 7 plus 8?", "Name four colours.")
+PROMPTS = ("My name is Ada. I have a cat.", "Count from 5 to 19.", "What is 7 plus 8?", "Name four colors.")
 
 
 @pytest.fixture(scope="module")

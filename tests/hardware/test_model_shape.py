@@ -170,7 +170,7 @@ def test_shared_kv_layers() -> None:
 
 
 def test_recurrent_layers_have_a_constant_state() -> None:
-    """The state does not grow with tokens; hybrids are recognised by their tensors."""
+    """The state does not grow with tokens; hybrids are recognized by their tensors."""
     ssm = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.group_count": 1}
     tensors = ["blk.0.ssm_in.weight", "blk.1.attn_k.weight", "blk.2.ssm_in.weight", "blk.2.attn_qkv.weight"]
     shape = make_shape("qwen3next", ssm, *tensors)

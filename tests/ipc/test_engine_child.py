@@ -111,7 +111,7 @@ def test_failed_process_start_closes_its_socket(monkeypatch: pytest.MonkeyPatch)
 def test_threads_spin_briefly_unless_the_operator_decides(
     chosen: dict[str, str], spin_count: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long spinning waits for threads that a busy neighbour keeps from running."""
+    """Long spinning waits for threads that a busy neighbor keeps from running."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in chosen.items():

@@ -46,7 +46,7 @@ STEPS = st.lists(st.one_of(st.tuples(st.integers(0, 2), EVENTS), st.none()), max
 
 
 def spelled(given_events: list[Any]) -> list[Any]:
-    """Return the events of one key with neighbouring text joined, as lists of kind, text, number and probabilities."""
+    """Return the events of one key with neighboring text joined, as lists of kind, text, number and probabilities."""
     joined: list[Any] = []
     for event in given_events:
         if isinstance(event, events.Progress):

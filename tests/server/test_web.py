@@ -218,7 +218,7 @@ def test_served_files_are_packaged() -> None:
 
 
 def test_vendored_files_match_their_digests() -> None:
-    """Each has a licence, and none is unlisted."""
+    """Each has a license, and none is unlisted."""
     folder = ROOT / "vendor"
     packages = json.loads((folder / "versions.json").read_text(encoding="utf-8"))["packages"]
     noted = {each["file"]: each["sha256"] for package in packages for each in package["files"]}

@@ -54,7 +54,7 @@ async def test_turns_and_calls_are_demand() -> None:
     by_call.demand.request()
     assert await by_turn.is_granted()
     assert await by_call.is_granted()
-    by_call.demand.fulfil()
+    by_call.demand.fulfill()
     assert not by_call.demand
     assert by_turn.demand
 

@@ -158,7 +158,7 @@ def test_prompt_tokens_are_counted_by_source(bench: Bench) -> None:
     bench.step(work=StepStats(1.0, sources=TokenSources(slot=5, computed=2)))
     bench.step(work=StepStats(1.0, sources=TokenSources(prefix=4, computed=1)))
     found = {name: bench.shown("prompt_tokens_total", source=name) for name in TokenSources.__struct_fields__}
-    assert found == {"slot": 5, "neighbour": 0, "parked": 0, "prefix": 4, "computed": 3}
+    assert found == {"slot": 5, "neighbour": 0, "parked": 0, "prefix": 4, "computed": 3}  # codespell:ignore neighbour
 
 
 def test_step_without_work_is_not_counted(bench: Bench) -> None:

@@ -67,7 +67,7 @@ def test_text_on_a_terminal() -> None:
 
 
 def test_format_can_be_set() -> None:
-    """``json`` on a terminal writes JSON, ``pretty`` elsewhere writes text without colours."""
+    """``json`` on a terminal writes JSON, ``pretty`` elsewhere writes text without colors."""
     terminal, pipe = Terminal(), io.StringIO()
     logs.configure(log_format="json", stream=terminal)
     structlog.get_logger("x").info("turn")

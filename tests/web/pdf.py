@@ -30,7 +30,7 @@ def pdf(pages: Sequence[str | bytes], *, extra: str = "", font: str = LATIN, pas
 
     Args:
         pages: ASCII text, or bytes in the encoding of the font.
-        extra: Further entries of its catalogue.
+        extra: Further entries of its catalog.
         font: The font of all pages.
         password: Encrypts the pages with RC4 and a key of 40 bits; the font and ``extra`` then have no strings.
     """

@@ -60,7 +60,7 @@ COMPARE: Final = """async (stories) => {
     const root = document.createElement("div");
     const view = new MarkdownView(root);
     texts.forEach((text, index) => [...view.showing(text, index === texts.length - 1)]);
-    for (const code of root.querySelectorAll("code")) code.replaceChildren(code.textContent); // colours may come later
+    for (const code of root.querySelectorAll("code")) code.replaceChildren(code.textContent); // colors may come later
     return root.innerHTML.replace(/>\\s+</g, "><");
   };
   return stories.map(([text, cuts]) => [shown([...cuts.map((cut) => text.slice(0, cut)), text]), shown([text])]);

@@ -33,9 +33,9 @@ LOOKS: Final[dict[str, dict[str, Any]]] = {
         "device_scale_factor": 2,
     },
 }
-LEAST_COLOURS: Final = 40
+LEAST_COLORS: Final = 40
 """A page without text or style has two or three."""
-COLOURS: Final = """async (png) => {
+COLORS: Final = """async (png) => {
   const image = new Image();
   image.src = `data:image/png;base64,${png}`;
   await image.decode();
@@ -58,7 +58,7 @@ async def fill(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("look", LOOKS)
 async def test_screenshots(browser: Browser, daemon: Daemon, look: str, tmp_path: Path) -> None:
-    """Each view shows what belongs there, in the colours of its theme."""
+    """Each view shows what belongs there, in the colors of its theme."""
     folder = Path(os.environ.get(FOLDER_VARIABLE) or tmp_path)
     await fill(daemon)
     async with visiting(browser, origin_of(daemon), **LOOKS[look]) as visit:
@@ -85,10 +85,10 @@ async def take(page: Page, path: Path, look: str) -> None:
     png = await page.screenshot(path=path, animations="disabled")
     blank = await page.context.browser.new_page()  # type: ignore[union-attr]
     try:
-        width, height, colours, middle = await blank.evaluate(COLOURS, base64.b64encode(png).decode())
+        width, height, colors, middle = await blank.evaluate(COLORS, base64.b64encode(png).decode())
     finally:
         await blank.close()
     scale, size = LOOKS[look].get("device_scale_factor", 1), LOOKS[look]["viewport"]
     assert (width, height) == (size["width"] * scale, size["height"] * scale)
-    assert colours >= LEAST_COLOURS, f"{path.name} has {colours} colours"
-    assert (middle < 128) == (look == "dark"), f"{path.name} has the colours of another theme"
+    assert colors >= LEAST_COLORS, f"{path.name} has {colors} colors"
+    assert (middle < 128) == (look == "dark"), f"{path.name} has the colors of another theme"

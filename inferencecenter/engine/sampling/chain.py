@@ -39,7 +39,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Dry:
-    """Penalises tokens that would continue a sequence of the last ``last_n`` tokens again."""
+    """Penalizes tokens that would continue a sequence of the last ``last_n`` tokens again."""
 
     multiplier: float
     base: float

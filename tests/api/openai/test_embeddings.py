@@ -217,7 +217,7 @@ async def test_dimensions_reach_the_engine(embedding_server: Running) -> None:
 
 
 async def test_text_that_is_too_long_has_openais_code(embedding_server: Running) -> None:
-    """Programs recognise it, and the message names the input."""
+    """Programs recognize it, and the message names the input."""
     task = _spawn(post(embedding_server, "/v1/embeddings", {"input": ["a", "b"]}))
     (await _asked(embedding_server)).fail("prompt_too_long", field="input.1")
     response = (await task)[0]

@@ -33,7 +33,7 @@ def echo(**request: Any) -> Echo:
 
 
 def queued(position: int = 0) -> events.Queued:
-    """The turn's acknowledgement."""
+    """The turn's acknowledgment."""
     return events.Queued(session_id=SESSION, seq=1, turn_id=TURN, position=position)
 
 

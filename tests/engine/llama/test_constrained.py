@@ -239,9 +239,9 @@ def test_resumed_answer_continues_exactly(backend: LlamaBackend, grammars: Gramm
     """A greedy answer that is resumed after any token equals the uninterrupted one."""
     grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 4}))
     params = Params(temperature=0)
-    (whole,) = answers(backend, [constraint_of(grammars, grammar)], ["Which colours?"], params, most_tokens=80)
+    (whole,) = answers(backend, [constraint_of(grammars, grammar)], ["Which colors?"], params, most_tokens=80)
     assert backend.is_end(whole[-1])
-    prompt = prompt_of(backend, "Which colours?")
+    prompt = prompt_of(backend, "Which colors?")
     for cut in range(1, len(whole)):
         sampler = backend.sampler(params, prompt, whole[:cut], constraint_of(grammars, grammar, answer=whole[:cut]))
         backend.decode([Chunk(0, 0, [*prompt, *whole[:cut]], sample=True)])

@@ -244,13 +244,13 @@ def test_ignore_eos_masks_end_tokens(rig: Rig) -> None:
 
 
 def test_penalties_cover_the_end_of_the_prompt(rig: Rig) -> None:
-    """A token of the prompt's tail is penalised before anything was sampled; an earlier one is not."""
+    """A token of the prompt's tail is penalized before anything was sampled; an earlier one is not."""
     likeliest = rig.draws({"temperature": 0}, count=1)[0]
     others = [token for token in range(200, 210) if token != likeliest]
-    penalised = {"temperature": 0, "presence_penalty": 10, "repeat_last_n": 5}
-    assert rig.draws(penalised, prompt=others, count=1) == [likeliest]
-    assert rig.draws(penalised, prompt=[*others, likeliest], count=1) != [likeliest]
-    assert rig.draws(penalised, prompt=[likeliest, *others], count=1) == [likeliest]
+    penalized = {"temperature": 0, "presence_penalty": 10, "repeat_last_n": 5}
+    assert rig.draws(penalized, prompt=others, count=1) == [likeliest]
+    assert rig.draws(penalized, prompt=[*others, likeliest], count=1) != [likeliest]
+    assert rig.draws(penalized, prompt=[likeliest, *others], count=1) == [likeliest]
 
 
 def dry_choice(rig: Rig, **changes: Any) -> bool:
@@ -383,5 +383,5 @@ def test_whole_chain_builds_in_order(rig: Rig) -> None:
 
 
 def test_rows_have_several_candidates(rig: Rig) -> None:
-    """The wide setting draws from many tokens, so a difference is not an artefact of a sharp distribution."""
+    """The wide setting draws from many tokens, so a difference is not an artifact of a sharp distribution."""
     assert len(Counter(rig.draws(WIDE))) > 20

@@ -159,7 +159,7 @@ SUM = "What is 7 plus 8?"
         (("Tell me a long story.",), 1.0),
         (("Count from 1 to 100.",), 1.0),
         ((JSON, SUM), 0.4),
-        ((SUM, "Name four colours.", "Tell me a short story."), 1.0),
+        ((SUM, "Name four colors.", "Tell me a short story."), 1.0),
         ((JSON, "Count to 50.", SUM), 1.0),
     ],
     ids=str,
@@ -177,7 +177,7 @@ def test_greedy_answers_are_the_same_with_drafts(backend: LlamaBackend, texts: t
 
 def test_rejected_drafts_leave_no_state(backend: LlamaBackend) -> None:
     """The KV after a rejected draft saves to the same bytes as without it, up to rounding."""
-    turn = begin(backend, 0, "Name four colours.")
+    turn = begin(backend, 0, "Name four colors.")
     state = bytearray(backend.state_bytes(0))
     assert backend.save(0, memoryview(state))
     step(backend, [turn], [[5, 6, 7]])

@@ -180,7 +180,7 @@ def test_sentencepiece_pieces_join_without_seams(spm: Vocabulary, texts: list[st
 
 
 def test_user_defined_tokens_are_text(spm: Vocabulary) -> None:
-    """A user-defined token is recognised everywhere and is text, not control."""
+    """A user-defined token is recognized everywhere and is text, not control."""
     tokens = spm.tokenize([PromptSegment("<mark>")], first=False)
     assert _text(spm, tokens) == "<mark>"
     assert "<mark>" not in spm.special_texts

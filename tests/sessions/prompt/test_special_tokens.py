@@ -33,7 +33,7 @@ FRAGMENTS = (
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join)
 
 
-def recognised(pieces: tuple[PromptSegment, ...]) -> list[str]:
+def recognized(pieces: tuple[PromptSegment, ...]) -> list[str]:
     """The special tokens that a tokenizer finds in each piece, longest match first."""
     pattern = "|".join(re.escape(text) for text in sorted(SPECIAL, key=len, reverse=True))
     return [found for piece in pieces if piece.special for found in re.findall(pattern, piece.text)]
@@ -51,7 +51,7 @@ def test_only_template_text_becomes_special_tokens(contents: list[str], strip: b
     if strip:
         marked, contents = [text.strip() for text in marked], [text.strip() for text in contents]
     rendering = RenderedText.of_marked("<|im_start|>:" + "".join(marked) + ":<|im_end|>")
-    assert recognised(rendering.pieces()) == ["<|im_start|>", "<|im_end|>"]
+    assert recognized(rendering.pieces()) == ["<|im_start|>", "<|im_end|>"]
     if not strip:
         assert rendering.text == "<|im_start|>:" + "".join(contents) + ":<|im_end|>"
 
@@ -74,7 +74,7 @@ def test_template_text_does_not_complete_a_special_token(surroundings: tuple[str
     """Content that is part of a special token is separated from adjacent template text."""
     before, after = surroundings
     rendering = RenderedText.of_marked(before + SpecialTokenEscaper(SPECIAL).mark(content).strip() + after)
-    assert recognised(rendering.pieces()) == []
+    assert recognized(rendering.pieces()) == []
 
 
 @given(

@@ -24,7 +24,7 @@ const LIMITS = /** @type {const} */ ([
 const NO_LIMIT = ["none", "unbegrenzt"]; // no text
 
 /**
- * A labelled field with the daemon's refusal below it.
+ * A labeled field with the daemon's refusal below it.
  *
  * @param {{label: string, name: string, said?: Outcome, hint?: string, kind?: string, [attribute: string]: any}} props
  */

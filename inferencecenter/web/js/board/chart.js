@@ -15,7 +15,7 @@ import { html, useEffect, useId, useRef, useState } from "../ui.js";
 /**
  * @typedef {object} ChartOptions
  * @property {string} title
- * @property {readonly Line[]} lines  Drawn in the colours `--chart-1`, `--chart-2`, …
+ * @property {readonly Line[]} lines  Drawn in the colors `--chart-1`, `--chart-2`, …
  * @property {(value: number | null | undefined) => string} show
  * @property {number | null} [ceiling]  Minimum upper end of the axis.
  * @property {number[]} [steps]  Allowed grid spacings; any round number by default.
@@ -168,7 +168,7 @@ function clockTimes(times) {
 }
 
 /**
- * Calls `listener` when colours may have changed (theme).
+ * Calls `listener` when colors may have changed (theme).
  *
  * @param {() => void} listener
  * @returns {() => void} Unsubscribes.

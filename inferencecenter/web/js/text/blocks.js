@@ -20,7 +20,7 @@ const AHEAD = "800px";
  * @property {string} text
  * @property {boolean} complete
  * @property {boolean} shown  Whether it is in view.
- * @property {number} coloured  Characters that are highlighted.
+ * @property {number} colored  Characters that are highlighted.
  * @property {any} from  The highlighter's state with which it was highlighted, ...
  * @property {any} top  ... and the one after it. Null at the start, and while it is unknown.
  */
@@ -73,18 +73,18 @@ export class CodeBlock {
    * @returns {Generator<void>}
    */
   *painting() {
-    const language = colours?.languageOf(this._named);
-    if (!colours || !language) return;
+    const language = colors?.languageOf(this._named);
+    if (!colors || !language) return;
     for (let at = 0; at < this._parts.length; at += 1) {
       const part = this._parts[at];
       if (!part.shown) continue;
       const from = this._parts[at - 1]?.top ?? null;
-      const same = part.coloured === part.text.length && colours.isSame(part.from, from);
+      const same = part.colored === part.text.length && colors.isSame(part.from, from);
       if (same) continue;
-      const made = colours.painted(part.text, language, from);
+      const made = colors.painted(part.text, language, from);
       if (!made) return;
       part.element.replaceChildren(made.fragment);
-      Object.assign(part, { coloured: part.text.length, from, top: made.top });
+      Object.assign(part, { colored: part.text.length, from, top: made.top });
       yield;
     }
   }
@@ -108,7 +108,7 @@ export class CodeBlock {
   _begin() {
     /** @type {Part} */
     const part = {
-      element: element("span", "code-part"), text: "", complete: false, shown: false, coloured: 0, from: null, top: null,
+      element: element("span", "code-part"), text: "", complete: false, shown: false, colored: 0, from: null, top: null,
     };
     this._parts.push(part);
     this._code.append(part.element);
@@ -131,7 +131,7 @@ const views = new IntersectionObserver(
 );
 
 /** @type {typeof import("./highlight.js") | null} */
-let colours = null;
+let colors = null;
 
 /**
  * Calls back when the highlighter of a language is loaded, which happens on demand.
@@ -141,8 +141,8 @@ let colours = null;
  */
 async function withColours(named, then) {
   try {
-    colours ??= await import("./highlight.js");
-    colours.withLanguage(colours.languageOf(named), then);
+    colors ??= await import("./highlight.js");
+    colors.withLanguage(colors.languageOf(named), then);
   } catch (error) {
     console.info("code is not highlighted:", error);
   }

@@ -46,7 +46,7 @@ class Ticks:
 
 @dataclass
 class StreamObservation:
-    """Texts, errors and the worst gap of all turns of the neighbour."""
+    """Texts, errors and the worst gap of all turns of the neighbor."""
 
     texts: set[str] = field(default_factory=set)
     errors: list[dict[str, object]] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """A client that repeats cheap operations with a valid token does not degrade another client's stream.
 
-Each action runs beside a neighbour that streams continuously, on one daemon with the echo backend. Its texts
+Each action runs beside a neighbor that streams continuously, on one daemon with the echo backend. Its texts
 and errors equal those of an undisturbed run, its worst gap stays close to that run's, the event loop never blocks, and
 the memory of both processes stays bounded.
 """
@@ -16,7 +16,7 @@ import pytest
 from benchmarks.abuse.actions import ACTIONS
 from inferencecenter.hardware.process_usage import read_usage
 from tests.abuse.conftest import attack
-from tests.abuse.neighbour import StreamObservation, stream_until
+from tests.abuse.neighbor import StreamObservation, stream_until
 from tests.e2e.harness import Daemon, command_line, run_daemon
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ SECONDS_OF_AN_ACTION = 4
 
 @dataclass(frozen=True)
 class AbuseSetup:
-    """A daemon, the abusive client's token, and the neighbour's undisturbed observation."""
+    """A daemon, the abusive client's token, and the neighbor's undisturbed observation."""
 
     daemon: Daemon
     token: str
@@ -52,7 +52,7 @@ class AbuseSetup:
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[AbuseSetup]:
-    """A daemon shared by all actions, and the baseline of the neighbour."""
+    """A daemon shared by all actions, and the baseline of the neighbor."""
     with run_daemon(tmp_path_factory.mktemp("abuse") / "state", demo_model_path, **SETTINGS) as daemon:
         token = command_line(daemon, "token", "create", "noisy")["token"]
         undisturbed = asyncio.run(stream_until(daemon, asyncio.sleep(0), least_turns=4))
