@@ -100,8 +100,8 @@ async def run(bench: Bench) -> Report:
                         found = await _one(bench, stage.daemon, action, n_clients=n_clients, token=token)
                     metrics += found.metrics()
                 repetitions.append(tuple(metrics))
-            clients = Parameter("neighbours", n_clients)  # codespell:ignore neighbours
-            points.append(Point((clients,), (tuple(repetitions),)))
+            count = Parameter("neighbours", n_clients)  # codespell:ignore neighbours
+            points.append(Point((count,), (tuple(repetitions),)))
         return Report(SCENARIO.name, stage.sides, tuple(points))
 
 
