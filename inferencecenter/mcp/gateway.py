@@ -20,13 +20,12 @@ import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.telemetry.instruments import MetricRegistry
-from inferencecenter.telemetry.metrics import McpMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
     from inferencecenter.config.sections import McpApproval, McpServerSettings
+    from inferencecenter.telemetry.metrics import McpMetrics
 
 IDLE_S: Final = 300.0
 """Idle seconds after which a connection is closed."""
@@ -242,12 +241,12 @@ class McpGateway:
         servers: Mapping[str, McpServerSettings],
         *,
         connect: Connect = no_connection,
-        metrics: McpMetrics | None = None,
+        metrics: McpMetrics,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._servers = {name: _Server(name, settings) for name, settings in servers.items()}
         self._connect = connect
-        self._metrics = metrics or McpMetrics(MetricRegistry())
+        self._metrics = metrics
         self._monotonic = monotonic
         self._tasks = TaskGroup("mcp")
         self._retired: set[_Server] = set()

@@ -250,7 +250,7 @@ class ServerContext:
             started_s=monotonic(),
             last_engine_events={},
             stream_recordings=StreamRecordings(),
-            mcp=mcp or McpGateway({}),
+            mcp=mcp or McpGateway({}, metrics=metrics.mcp),
         )
         quotas.watch(context.hub.tokens_in_use)
         models.subscribe_models(sessions.engine_changed)

@@ -77,6 +77,8 @@ CONNECTION = ("websockets", "http.client")
         ("chat", (*LOG, *SERVER, *CONNECTION, "sqlite3", "inferencecenter.sessions", "inferencecenter.models")),
         ("stats", (*LOG, *SERVER, *CONNECTION, "sqlite3", "inferencecenter.sessions", "inferencecenter.models")),
         ("model", (*SERVER, *MESSAGES, *CONNECTION, "sqlite3", "huggingface_hub", "inferencecenter.client")),
+        ("session", (*SERVER, "http.client", "huggingface_hub", "inferencecenter.client")),
+        ("usage", (*SERVER, "http.client", "huggingface_hub", "inferencecenter.client")),
         ("token", (*SERVER, *MESSAGES[:2], *CONNECTION, "inferencecenter.client", "inferencecenter.supervisor")),
         ("client", (*SERVER, *MESSAGES[:2], *CONNECTION, "inferencecenter.client", "inferencecenter.supervisor")),
         ("reload", (*SERVER, *MESSAGES, *CONNECTION, "inferencecenter.client", "inferencecenter.sessions")),

@@ -118,7 +118,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_account_needs_the_scope_or_its_name() -> None:
     """By default only operators; a listed account needs no scope."""
-    gateway = McpGateway({"s": McpServerSettings(url="https://x/", accounts=("listed",))})
+    servers = {"s": McpServerSettings(url="https://x/", accounts=("listed",))}
+    gateway = McpGateway(servers, metrics=DaemonMetrics().mcp)
     assert gateway.servers_for("me", {"user"}) == ()
     assert gateway.servers_for("me", {"user", "operator"}) == ("s",)
     assert gateway.servers_for("listed", {"user"}) == ("s",)
