@@ -109,7 +109,7 @@ async def test_client_ranks_documents(embedding_daemon: Daemon, openai: AsyncOpe
     assert (found.model, len(found.results)) == ("rerank", 70)
     assert {each.index % len(TEXTS) for each in found.results} == {best["index"]}
     assert max(each.index for each in found.results) > 256
-    assert found.results[0].relevance_score == pytest.approx(best["relevance_score"], abs=1e-4)
+    assert found.results[0].relevance_score == pytest.approx(best["relevance_score"], abs=1e-3)  # rounding
 
 
 def test_command_ranks_documents(embedding_daemon: Daemon) -> None:

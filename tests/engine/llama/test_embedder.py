@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+ROUNDING = 1e-3
+"""Of scores: GELU rounds to 16 bits, and some processors add in another order in another batch."""
+
 
 @contextmanager
 def loaded(path: Path, **options: Any) -> Iterator[LlamaEmbedder]:
@@ -122,8 +125,8 @@ def test_documents_get_scores(tmp_path: Path) -> None:
         pairs = [embedder.pair("the cat", document) for document in ("a dog", "the car drives")]
         scores = embedder.embed(pairs)
         assert scores.shape == (2, 1)
-        np.testing.assert_allclose(scores[1], embedder.embed(pairs[1:])[0], atol=1e-5)
-        assert scores[0] != scores[1]
+        np.testing.assert_allclose(scores[1], embedder.embed(pairs[1:])[0], atol=ROUNDING)
+        assert abs(scores[0] - scores[1]) > 100 * ROUNDING
 
 
 def test_reranker_without_a_classification_head_is_refused(bert: Path) -> None:

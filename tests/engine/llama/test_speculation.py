@@ -56,6 +56,12 @@ class Turn:
     margins: list[float] = field(default_factory=list)
 
     @property
+    def slot(self) -> int:
+        """Its slot."""
+        assert self.request.slot is not None
+        return self.request.slot
+
+    @property
     def answer(self) -> list[int]:
         """Its answer."""
         return self.request.tokens[self.request.prompt_tokens :]
@@ -105,13 +111,13 @@ def generate(
         draft_cost=None if model is None else 0.02,
     )
     steps = 0
-    while min(len(turn.answer) for turn in turns) < N_TOKENS:
+    while running := [turn for turn in turns if len(turn.answer) < N_TOKENS]:
         steps += 1
-        drafts = drafting.drafts([turn.request for turn in turns])
+        drafts = drafting.drafts([turn.request for turn in running])
         tokens = {**drafts.tokens}
         if model is not None:
             tokens |= zip(drafts.requests, model.draft([*drafts.requests.values()]), strict=True)
-        step(backend, turns, [tokens.get(turn.request.turn_id, []) for turn in turns])
+        step(backend, running, [tokens.get(turn.request.turn_id, []) for turn in running])
     for turn in turns:
         turn.sampler.close()
     return turns, steps
@@ -120,8 +126,8 @@ def generate(
 def step(backend: LlamaBackend, turns: Sequence[Turn], drafts: Sequence[list[int]]) -> None:
     """Decode the turns' last tokens with their drafts, sample, and truncate rejected ones."""
     chunks = [
-        Chunk(slot, turn.request.kv_tokens, [turn.request.tokens[-1], *guessed], sample=True, drafts=len(guessed))
-        for slot, (turn, guessed) in enumerate(zip(turns, drafts, strict=True))
+        Chunk(turn.slot, turn.request.kv_tokens, [turn.request.tokens[-1], *guessed], sample=True, drafts=len(guessed))
+        for turn, guessed in zip(turns, drafts, strict=True)
     ]
     backend.decode(chunks)
     first = 0
