@@ -136,7 +136,7 @@ def _tables(path: Path) -> list[Any]:
 def _unreadable(path: Path, reason: str) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.INVALID_CONFIG,
-        f"{path} cannot be understood: {reason}",
+        f"{path} cannot be parsed: {reason}",
         hint="The file may contain only [[client]] tables.",
     )
 

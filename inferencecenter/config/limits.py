@@ -1,4 +1,4 @@
-"""Limits of a token on three levels: its own, its account's, the daemon's. Pure."""
+"""Limits of a token at three levels: of the token, of its account, of the daemon. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class AccessLimits(BaseModel):
-    """Limits of a token, unless its account or the token overrides them; without a value there is no limit."""
+    """Limits of each token; an account or a token may override them. A limit that is not set does not apply."""
 
-    # Which fields are set matters: one set to None removes the limit of the level below.
+    # A field that is set to None removes the limit of the level below; a field that is not set inherits it.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_minute: int | None = Field(None, ge=1, le=MAX_COUNT, description="Maximum number of turns per minute.")
@@ -32,21 +32,21 @@ class AccessLimits(BaseModel):
         None,
         ge=1,
         le=MAX_COUNT,
-        description="Maximum number of prefilled and generated tokens per minute; a turn may exceed it, and the "
-        "next one waits until the excess is regained.",
+        description="Maximum number of prefilled and generated tokens per minute; a turn may exceed it, and further "
+        "turns are refused until the excess has been recovered.",
     )
     tokens_per_day: int | None = Field(
         None,
         ge=1,
         le=MAX_COUNT,
         description="Maximum number of prefilled and generated tokens per day; days begin at midnight UTC. A turn"
-        " that uses the last of them ends.",
+        " that reaches it ends.",
     )
     concurrent_turns: int | None = Field(
         None, ge=1, le=MAX_COUNT, description="Maximum number of running and waiting turns."
     )
     max_tokens: int | None = Field(
-        None, ge=1, le=10**9, description="Maximum number of tokens per answer, also if the request sets none."
+        None, ge=1, le=10**9, description="Maximum number of tokens per answer, also if the request sets no maximum."
     )
     models: tuple[_ModelName, ...] | None = Field(
         None, max_length=256, description="Names of the models that may be used."
@@ -56,19 +56,19 @@ class AccessLimits(BaseModel):
     )
 
     def over(self, below: AccessLimits) -> AccessLimits:
-        """Return the effective limits: the values set here, and the others from the level ``below``."""
+        """Merge with the level ``below``: values that are set here override it."""
         given = self.given()
         return below.model_copy(update=given) if given else below
 
     def given(self) -> dict[str, Any]:
-        """Return the values that are set, by name."""
+        """Return the limits that are set, ``None`` included, by name."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def allows_model(self, name: str) -> bool:
         return self.models is None or name in self.models
 
     def allows_address(self, address: str) -> bool:
-        """Return whether ``address`` may connect; text that is not an address is in no network."""
+        """Return whether ``address`` may connect; a text that is not an address may not if addresses are limited."""
         if self.addresses is None:
             return True
         found = peer_address(address)

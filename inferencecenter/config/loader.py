@@ -1,7 +1,7 @@
-"""Sources of settings: a TOML file, then ``INFERENCECENTER_*`` variables, then the command line; later ones win.
+"""Reads and merges the sources of settings: a TOML file, ``INFERENCECENTER_*`` variables and the command line.
 
-An unknown name is an error in any source. In a variable's name ``__`` separates section and setting; lists and tables
-are JSON.
+The command line overrides variables, which override the file. An unknown name is an error in any source. In the name
+of a variable ``__`` separates section and setting; lists and tables are written as JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SYSTEM_CONFIG: Final = Path("/etc/inferencecenter/inferencecenter.toml")
 
 
 class InvalidSettingsError(InferenceCenterError):
-    """Invalid settings; ``problems`` has one error for each wrong value, this being the first."""
+    """The first error of ``problems``, which has one for each invalid value."""
 
     def __init__(self, problems: tuple[InferenceCenterError, ...]) -> None:
         first = problems[0]
@@ -57,7 +57,14 @@ class InvalidSettingsError(InferenceCenterError):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Values of each source as nested tables, lowest precedence first; ``path`` is the file, if there is one."""
+    """Values of each source as nested tables, lowest precedence first.
+
+    Attributes:
+        path: The configuration file; ``None`` if there is none.
+        file: Its values.
+        environment: Values of the environment variables.
+        command_line: Values of the command line.
+    """
 
     path: Path | None
     file: Mapping[str, Any]
@@ -65,10 +72,10 @@ class Layers:
     command_line: Mapping[str, Any]
 
     def settings(self) -> Settings:
-        """Merge and validate.
+        """Merge the layers and validate the result.
 
         Raises:
-            InvalidSettingsError: With every wrong value, each naming its source.
+            InvalidSettingsError: It lists every invalid value with its source.
         """
         with foreign_input(lambda reason: InvalidSettingsError((_invalid(f"settings cannot be used: {reason}"),))):
             return self._validated()
@@ -87,9 +94,9 @@ class Layers:
         return settings
 
     def _wrong_types(self) -> Iterator[InferenceCenterError]:
-        """Find values in the file whose type differs from the setting's, such as text instead of a number.
+        """Yield an error for each value in the file of another type than the setting, such as text for a number.
 
-        TOML is typed, so the file is checked strictly; variables and options are text, which validation converts.
+        TOML is typed, so the file is validated strictly; variables and options are text, which validation converts.
         """
         for name, field in Settings.model_fields.items():
             if name not in self.file:
@@ -100,12 +107,12 @@ class Layers:
                 adapter.validate_json(json.dumps(self.file[name], default=str), strict=True)
             except ValidationError as error:
                 for detail in error.errors(include_url=False):
-                    # Validated defaults are Python values and do not come from the file.
+                    # Defaults are validated too, and are Python values.
                     if detail["type"] in _TYPE_ERRORS and not isinstance(detail["input"], Path):
                         yield self._problem({**detail, "loc": (name, *detail["loc"])}, origin=str(self.path))
 
     def origin(self, name: str) -> str:
-        """Return a description of the source of the value of a dotted ``name``."""
+        """Return the source of the value of a setting: the file, the variable, ``command line`` or ``default``."""
         if _contains(self.command_line, name):
             return "command line"
         if _contains(self.environment, name):
@@ -132,15 +139,19 @@ def find_config(config: Path | None) -> Path | None:
     if named := os.environ.get(ENV_CONFIG):
         return Path(named)
     places = (platformdirs.user_config_path(APP_NAME) / "inferencecenter.toml", SYSTEM_CONFIG)
-    # A directory that this user may not enter, such as another user's home, holds no configuration for this user.
+    # Unlike Path.exists, os.path.exists returns False in a directory that this user may not enter.
     return next((place for place in places if os.path.exists(place)), None)  # noqa: PTH110 - Path.exists raises
 
 
 def read_layers(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Layers:
-    """Read the file and the environment; ``overrides`` maps dotted names to values of the command line.
+    """Read the file and the environment.
+
+    Args:
+        config: The file; by default that of ``find_config``.
+        overrides: Values of the command line by dotted name.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when the file cannot be read, is not TOML, or a variable is unknown.
+        InferenceCenterError: ``invalid_config`` if the file cannot be read or is not TOML, or a variable is unknown.
     """
     path = find_config(config)
     command_line: dict[str, Any] = {}
@@ -156,16 +167,16 @@ def read_layers(config: Path | None = None, overrides: Mapping[str, Any] | None 
 
 
 def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Return the effective settings.
+    """Read and validate the effective settings.
 
     Raises:
-        InferenceCenterError: ``invalid_config``, naming source, setting, value and what is allowed.
+        InferenceCenterError: ``invalid_config``; the message names source, setting, value and the allowed values.
     """
     return read_layers(config, overrides).settings()
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    with foreign_input(lambda reason: _invalid(f"{path}: cannot be understood: {reason}")):
+    with foreign_input(lambda reason: _invalid(f"{path}: cannot be parsed: {reason}")):
         return _parse_toml(path)
 
 
@@ -184,16 +195,16 @@ def _parse_toml(path: Path) -> dict[str, Any]:
 
 
 class _Environment(EnvSettingsSource):
-    """Variables as nested tables; text that is not JSON is left for validation to report."""
+    """Environment variables as nested tables; a text that is not JSON stays text, which validation reports."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Return a list or table from its JSON, or the text itself."""
+        """Parse the JSON of a list or table; return other text unchanged."""
         with contextlib.suppress(ValueError):
             return super().decode_complex_value(field_name, field, value)
         return value
 
 
-@foreign_input(lambda reason: _invalid(f"environment: cannot be understood: {reason}"))
+@foreign_input(lambda reason: _invalid(f"environment: cannot be parsed: {reason}"))
 def _environment() -> dict[str, Any]:
     known = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENVIRONMENT)
     params = environment_name("params.")
@@ -209,7 +220,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """Decode a parameter whose type is not known here: valid JSON as JSON, anything else as text."""
+    """Decode a parameter, whose type is unknown here: valid JSON as JSON, anything else as text."""
     with contextlib.suppress(ValueError, TypeError):
         return json.loads(value)
     return value
@@ -220,7 +231,7 @@ def _invalid(message: str, *, name: str | None = None, hint: str | None = None) 
 
 
 def _setting_at(location: tuple[str | int, ...]) -> str:
-    """Return the dotted setting at a validation error's location, list positions included."""
+    """Return the dotted name at the location of a validation error, with the indices of lists."""
     return _cut("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip("."))
 
 
@@ -229,7 +240,7 @@ def _cut(text: str) -> str:
 
 
 def _may_hold_secrets(name: str) -> bool:
-    """Return whether a setting, a part of it or the table around it is a secret."""
+    """Return whether a setting is a secret, contains one, or is part of one."""
     return any(f"{name}.".startswith(f"{secret}.") or secret.startswith(f"{name}.") for secret in _secret_settings())
 
 
@@ -239,7 +250,7 @@ def _secret_settings() -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return a hint with a similar setting: in the same section, else one whose last part is similar."""
+    """Suggest a setting with a similar name: first in the same section, then in any other."""
     names = [known for known, _ in setting_fields()]
     section, _, key = name.rpartition(".")
     siblings = [known for known in names if known.rpartition(".")[0] == section]

@@ -1,4 +1,4 @@
-"""Sections of the settings that other packages use on their own, and the base class of sections."""
+"""The base class of sections, and the sections of settings that other packages import separately."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, St
 
 Priority = Literal["interactive", "normal", "batch"]
 ModelKind = Literal["chat", "embedding", "reranking"]
-"""The kind of a model: it generates text, computes vectors of texts, or scores documents for a query."""
+"""What a model does: generate text, compute vectors of texts, or score documents for a query."""
 
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
 def expand(path: Path) -> Path:
-    """Return ``path`` absolute, with ``~`` and environment variables replaced."""
+    """Return an absolute path with ``~`` and environment variables expanded."""
     return Path(os.path.expandvars(path)).expanduser().absolute()
 
 
@@ -43,9 +43,9 @@ class AuthSettings(Section):
     clients_file: ExpandedPath | None = Field(
         default_factory=_clients_file,
         validate_default=True,
-        description="A clients.toml with client_id, api_key (or its hash), max_sessions, priority, retention_days, "
-        "archive_mib, limits.",
-        json_schema_extra={"default_text": "$CREDENTIALS_DIRECTORY/clients.toml if it is there"},
+        description="TOML file of accounts, each with client_id, api_key (or its hash), max_sessions, priority, "
+        "retention_days, archive_mib and limits.",
+        json_schema_extra={"default_text": "$CREDENTIALS_DIRECTORY/clients.toml if it exists"},
     )
     default_max_sessions: int = Field(
         16, ge=1, le=100_000, description="Maximum number of sessions of a client without its own limit."
@@ -146,13 +146,15 @@ class TelemetrySettings(Section):
     )
     otlp_headers: dict[HeaderName, Annotated[SecretStr, AfterValidator(_header)]] = Field(
         default_factory=dict,
-        description='HTTP headers with credentials for it, such as `{authorization = "Bearer …"}`; never shown.',
+        description='HTTP headers with credentials for the collector, such as `{authorization = "Bearer …"}`; never '
+        "shown.",
     )
     trace_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="Share of the turns that are traced; a turn within a client's trace follows its sampling decision.",
+        description="Fraction of the turns that are traced; a turn within a client's trace follows the sampling "
+        "decision of that trace.",
     )
 
 
@@ -161,12 +163,12 @@ class EngineSettings(Section):
 
     backend: Literal["llama", "echo", "script"] = Field(
         "llama",
-        description="`llama` decodes with llama.cpp; `echo` repeats the prompt and `script` answers by the rules of "
-        "`engine.script`, and both need no model.",
+        description="`llama` decodes with llama.cpp. `echo` repeats the prompt, and `script` answers according to "
+        "`engine.script`; both need no model.",
     )
     script: ExpandedPath | None = Field(
         None,
-        description="File of rules, TOML or JSON, by which the backend `script` answers; read when the engine starts.",
+        description="File of rules, TOML or JSON, for the backend `script`; read when the engine starts.",
     )
     slots: int = Field(
         0,
@@ -187,7 +189,7 @@ class EngineSettings(Section):
         0,
         ge=0,
         le=1024,
-        description="Threads for decode; 0 is one per physical core, and a few if the whole model is on a GPU.",
+        description="Threads for decode; 0 is one per physical core, or a few if the whole model is on a GPU.",
     )
     n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prefill; 0 is the same as for decode.")
     n_batch: int = Field(
@@ -203,7 +205,7 @@ class EngineSettings(Section):
         "auto", description="Data type of the K cache; `auto` is f16, or a smaller type with `gpu.quantized_kv`."
     )
     kv_type_v: KvType | Literal["auto"] = Field(
-        "auto", description="Data type of the V cache, chosen likewise; a quantized type requires flash attention."
+        "auto", description="Data type of the V cache, as for K; a quantized type requires flash attention."
     )
     flash_attention: Literal["auto", "on", "off"] = Field(
         "auto", description="Flash attention; `auto` is off if no layer is on a GPU and KV is not quantized."
@@ -220,14 +222,14 @@ class EngineSettings(Section):
         150, ge=1, le=60_000, description="Target duration in milliseconds of a step that includes prefill."
     )
     worker_threads: int = Field(
-        0, ge=0, le=256, description="Threads for tokenization and sampling; 0 depends on the number of cores."
+        0, ge=0, le=256, description="Threads for tokenization and sampling; 0 is a number that depends on the cores."
     )
     quantum_tokens: int = Field(
         0,
         ge=0,
         le=1_000_000,
-        description="Tokens that a turn may generate before a waiting turn gets its slot; 0 depends on the cost "
-        "of swapping.",
+        description="Tokens that a turn may generate before it is preempted for a waiting turn; 0 is a number that "
+        "depends on the cost of swapping.",
     )
     ageing_s: float = Field(
         30.0,
@@ -237,15 +239,15 @@ class EngineSettings(Section):
     )
     speculative: Literal["off", "lookup"] = Field(
         "off",
-        description="`lookup` drafts tokens by prompt lookup, from earlier occurrences in the text: the same "
-        "output in fewer steps.",
+        description="`lookup` drafts tokens by prompt lookup, from earlier occurrences in the text; the output is the "
+        "same, in fewer steps.",
     )
     draft: str = Field(
         "",
         max_length=4096,
-        description="A small model with the same vocabulary that drafts tokens for this one: the name of a model, or "
-        "a GGUF file; the same output in fewer steps, where `engine.speculative` finds no draft in the text. If empty, "
-        "there is none.",
+        description="Draft model: the name or the GGUF file of a small model with the same vocabulary. It drafts "
+        "tokens where `engine.speculative` finds none in the text; the output is the same, in fewer steps. Empty is "
+        "none.",
     )
     draft_tokens: int = Field(8, ge=1, le=64, description="Maximum number of tokens drafted per turn and step.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Maximum number of turns waiting for a slot.")
@@ -307,7 +309,7 @@ class EngineSettings(Section):
         "before its new turns are refused with `rate_limited`; 0 refuses none.",
     )
     client_crash_window_s: float = Field(
-        3600.0, gt=0, le=2_592_000, description="Seconds for which such a crash counts."
+        3600.0, gt=0, le=2_592_000, description="Window in seconds in which a client's crashes are counted."
     )
     exit_when_failed: bool = Field(
         False, description="Whether the daemon exits with status 1 when the engine is marked as failed."
@@ -349,18 +351,17 @@ class McpServerSettings(Section):
     """
 
     url: str | None = Field(
-        None, max_length=2048, description="URL of its endpoint for Streamable HTTP, https, or http on this machine."
+        None, max_length=2048, description="URL of its Streamable HTTP endpoint: https, or http on this machine."
     )
     headers_file: ExpandedPath | None = Field(
         None,
-        description="File with HTTP headers for it, one `Name: value` per line, such as an `Authorization`; read for "
-        "each connection.",
+        description="File with HTTP headers for the server, one `Name: value` per line, such as `Authorization`; read "
+        "for each connection.",
     )
     headers_env: dict[HeaderName, Annotated[str, StringConstraints(pattern=_ENVIRONMENT_NAME)]] = Field(
         default_factory=dict,
         max_length=16,
-        description="HTTP headers for it, each with the name of the daemon's environment variable that holds its "
-        "value.",
+        description="HTTP headers for the server; the value of each is read from the environment variable named here.",
     )
     allow_http: bool = Field(
         False, description="Whether `url` may be http to another machine, which sends everything in plain text."
@@ -369,8 +370,8 @@ class McpServerSettings(Section):
         None,
         min_length=1,
         max_length=4096,
-        description="Instead of `url`: a program that speaks the protocol over standard input and output. It runs as "
-        "the daemon's user, once for each account that uses it, and ends with the daemon.",
+        description="Instead of `url`: a program that speaks MCP over standard input and output. One process per "
+        "account that uses it runs as the daemon's user, and ends with the daemon.",
     )
     args: tuple[Annotated[str, StringConstraints(max_length=4096)], ...] = Field(
         (), max_length=256, description="Arguments of `command`."
@@ -378,48 +379,52 @@ class McpServerSettings(Section):
     env: dict[Annotated[str, StringConstraints(pattern=_ENVIRONMENT_NAME)], SecretStr] = Field(
         default_factory=dict,
         max_length=64,
-        description="Environment variables of `command`, in addition to `PATH`, `HOME`, `LANG`, `TZ` and `TMPDIR`; it "
-        "inherits no others. Never shown.",
+        description="Environment variables of `command`. It inherits only `PATH`, `HOME`, `LANG`, `TZ`, `TMPDIR` and "
+        "those of `env_passed`. Never shown.",
     )
     env_passed: tuple[Annotated[str, StringConstraints(pattern=_ENVIRONMENT_NAME)], ...] = Field(
-        (), max_length=64, description="Environment variables that `command` inherits from the daemon in addition."
+        (), max_length=64, description="Further environment variables that `command` inherits from the daemon."
     )
     directory: ExpandedPath = Field(Path("/"), description="Working directory of `command`.")
     memory_mib: int | None = Field(
         None, ge=16, le=2**20, description="MiB of address space of each process of `command`; if not set, no limit."
     )
     accounts: tuple[Annotated[str, StringConstraints(min_length=1, max_length=64)], ...] = Field(
-        (), max_length=1000, description="Accounts that may use it, in addition to those with the scope `scope`."
+        (), max_length=1000, description="Accounts that may use the server, in addition to those with `scope`."
     )
     scope: Literal["user", "operator", "admin"] = Field(
-        "operator", description="Scope of the accounts that may use it; every account has `user`."
+        "operator", description="Scope of the accounts that may use the server; every account has `user`."
     )
     allowed_tools: tuple[McpToolName, ...] | None = Field(
-        None, max_length=128, description="Tools that may be called; if not set, all that the server lists."
+        None, max_length=128, description="Tools that may be called; if not set, all tools of the server."
     )
     require_approval: McpApproval = Field(
         "always",
-        description="Whether clients must ask the user before each call: `always`, or `never` for tools that are "
-        "harmless with any arguments.",
+        description="Whether the user must approve each call: `always`, or `never` for tools that are harmless with "
+        "any arguments.",
     )
     approvals: dict[McpToolName, McpApproval] = Field(
         default_factory=dict, max_length=128, description="Overrides `require_approval` for tools by name."
     )
-    connect_timeout_s: float = Field(10.0, gt=0, le=300, description="Seconds for a connection and its handshake.")
-    timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds for a call; its outcome is unknown after that.")
+    connect_timeout_s: float = Field(
+        10.0, gt=0, le=300, description="Timeout in seconds for a connection and its handshake."
+    )
+    timeout_s: float = Field(
+        60.0, gt=0, le=3600, description="Timeout in seconds for a call, whose outcome is then unknown."
+    )
     max_result_bytes: int = Field(
         65_536, ge=256, le=2**22, description="Maximum bytes of a result for the model; a longer one is truncated."
     )
     max_calls: int = Field(4, ge=1, le=64, description="Maximum number of concurrent calls of one account.")
     max_queued_calls: int = Field(
-        16, ge=0, le=1024, description="Maximum number of calls of one account that wait, for `timeout_s` at most."
+        16, ge=0, le=1024, description="Maximum number of waiting calls of one account; each waits `timeout_s` at most."
     )
     max_connections: int = Field(
         16,
         ge=1,
         le=1024,
-        description="Maximum number of connections to it. Each account that uses it has its own, so that a server "
-        "with a state of its own mixes no accounts; it is closed after five idle minutes.",
+        description="Maximum number of connections to the server. Each account has a connection of its own, so that a "
+        "stateful server does not mix accounts; it is closed after five idle minutes.",
     )
 
     @model_validator(mode="after")

@@ -97,13 +97,13 @@ class ServerSettings(Section):
     max_share_links: int = Field(50, ge=1, le=1000, description="Maximum number of share links per client.")
     ollama: bool = Field(
         False,
-        description="Whether to listen on 127.0.0.1:11434 too, where clients of Ollama look for it; without TLS.",
+        description="Whether to listen also on 127.0.0.1:11434, the default address of Ollama's clients; without TLS.",
     )
     ollama_account: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
         None,
-        description="Account of requests to Ollama's API that have no token and come from a program on this machine;"
-        " they have the scope `user` only. Without it they are refused. A reverse proxy on this machine that sets "
-        "no forwarding headers counts as such a program.",
+        description="Account for requests to Ollama's API without a token that come from a program on this machine; "
+        "they have only the scope `user`. If not set, they are refused. A reverse proxy on this machine that sets no "
+        "forwarding headers counts as such a program.",
     )
     max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Maximum size of a frame from a client.")
     max_body_bytes: int = Field(
@@ -147,8 +147,8 @@ class ServerSettings(Section):
         10_000,
         ge=1,
         le=1_000_000,
-        description="Maximum number of open sockets, all clients together, and separately of HTTP connections; at"
-        " the limit, a new HTTP connection replaces an idle one.",
+        description="Maximum number of open sockets of all clients and, counted separately, of HTTP connections; at "
+        "the limit, a new HTTP connection replaces an idle one.",
     )
     max_unauthenticated: int = Field(
         512,
@@ -175,7 +175,7 @@ class ServerSettings(Section):
         6000,
         ge=1,
         le=10**9,
-        description="Requests other than turns per client and minute, which is also the burst; a request that "
+        description="Maximum number of requests other than turns per client and minute, and of a burst. A request that "
         "reads or copies a session counts once more for each 64 KiB of it, and one in a long frame "
         "once more for each 16 KiB. Refused turns count as well.",
     )
@@ -203,8 +203,8 @@ class ServerSettings(Section):
         900.0,
         gt=0,
         le=31_536_000,
-        description="Idle seconds after which the session of a client that resends all messages with each request "
-        "expires.",
+        description="Idle seconds after which a stateless session, whose client resends all messages with each "
+        "request, expires.",
     )
     certfile: ExpandedPath | None = Field(
         None,
@@ -224,9 +224,7 @@ class ServerSettings(Section):
 class SessionSettings(Section):
     """Sessions: their limits, storage and expiry."""
 
-    max_sessions: int = Field(
-        1000, ge=1, le=1_000_000, description="Maximum number of open sessions, all clients together."
-    )
+    max_sessions: int = Field(1000, ge=1, le=1_000_000, description="Maximum number of open sessions of all clients.")
     max_client_mib: int = Field(
         256,
         ge=1,
@@ -263,14 +261,15 @@ class SessionSettings(Section):
         None,
         gt=0,
         le=36_500,
-        description="Days after its last use at which a session is deleted, regardless of its `ttl_s`; if not "
-        "set, sessions are kept.",
+        description="Days without use after which a session is deleted, regardless of its `ttl_s`; if not set, "
+        "sessions are kept.",
     )
     when_full: Literal["refuse", "evict"] = Field(
         "refuse",
         description="Behavior when the stored sessions of a client approach `archive_mib`: `refuse` refuses further "
         "ones at the limit, `evict` deletes the client's least recently used archived sessions at 90 % of it. Beyond "
-        "the number of sessions that a client, or all, may have open, stored ones are archived and others evicted.",
+        "the number of sessions that a client, or all clients, may have open, stored sessions are archived and others "
+        "are evicted, with either value.",
     )
     replay_kib: int = Field(
         256, ge=0, le=2**20, description="KiB of events buffered per session for reconnecting clients."
@@ -348,7 +347,7 @@ class GpuSettings(Section):
         5.0, ge=0, le=50, description="°C below a threshold that a GPU must reach to leave that state."
     )
     cooling_s: float = Field(
-        10.0, ge=0, le=3600, description="Seconds for which it must stay there; each further step down takes as long."
+        10.0, ge=0, le=3600, description="Seconds for which it must stay below; each further step down takes as long."
     )
     hot_pause_ms: int = Field(
         200, ge=0, le=10_000, description="Milliseconds of pause after each step of a hot engine."
@@ -377,15 +376,17 @@ class KvSettings(Section):
         1024,
         ge=0,
         le=2**30,
-        description="MiB of it that each model may use, or the free space if that is less; 0 disables it.",
+        description="MiB of `ram_dir` that each model may use, or the free space if that is less; 0 disables it.",
     )
     disk_dir: ExpandedPath | None = Field(
         None,
         description="Directory on disk; each daemon uses its own subdirectory.",
         json_schema_extra={"default_text": "kv in the state directory"},
     )
-    disk_mib: int = Field(4096, ge=0, le=2**30, description="MiB of it that each model may use; 0 disables it.")
-    client_share: float = Field(0.5, gt=0, le=1, description="Maximum share of each that one client may use.")
+    disk_mib: int = Field(4096, ge=0, le=2**30, description="MiB of `disk_dir` that each model may use; 0 disables it.")
+    client_share: float = Field(
+        0.5, gt=0, le=1, description="Maximum fraction of `ram_mib` and of `disk_mib` that one client may use."
+    )
 
 
 class MemorySettings(Section):
@@ -469,8 +470,8 @@ class ModelEntry(Section):
     )
     matryoshka: bool = Field(
         False,
-        description="Whether requests may shorten the vectors of an embedding model (`dimensions`): it was trained so "
-        "that their first numbers suffice.",
+        description="Whether requests may truncate the vectors of an embedding model (`dimensions`), which must have "
+        "been trained for it (Matryoshka representation learning).",
     )
     keep_alive_s: float | None = Field(
         None, ge=-1, le=2_592_000, description="Overrides `engine.sleep_after_s`; -1 is forever."

@@ -190,7 +190,7 @@ def read_script(path: Path) -> Script:
     Raises:
         InferenceCenterError: ``invalid_config``, naming file, field, value and what is allowed.
     """
-    with foreign_input(lambda reason: _invalid(f"{path}: cannot be understood: {reason}")):
+    with foreign_input(lambda reason: _invalid(f"{path}: cannot be parsed: {reason}")):
         try:
             return Script.model_validate(_parsed(path, _content(path)))
         except ValidationError as error:

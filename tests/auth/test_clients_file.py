@@ -109,8 +109,8 @@ def test_keys_are_not_shown_in_errors(tmp_path: Path) -> None:
         ("[[client", "is not TOML"),
         ('[[clients]]\nclient_id = "k"', "unknown key 'clients'"),
         ('client = "k"', "not a list of tables"),
-        (f"[[client]]\nmax_sessions = {'9' * 5000}", "cannot be understood: ValueError"),
-        (f"client = {'[' * 5000}", "cannot be understood: RecursionError"),
+        (f"[[client]]\nmax_sessions = {'9' * 5000}", "cannot be parsed: ValueError"),
+        (f"client = {'[' * 5000}", "cannot be parsed: RecursionError"),
         ('[[client]]\nclient_id = "k"\napi_key = "a"\n[[client]]\nclient_id = "k"\napi_key = "b"', "occurs twice"),
     ],
 )

@@ -141,7 +141,7 @@ def test_toml_parser_failures_name_the_file(tmp_path: Path, text: str, reason: s
     """Whatever the parser raises, the message is short."""
     path = _file(tmp_path, text)
     error = _refused(path)
-    assert f"{path}: cannot be understood: {reason}" in error.message
+    assert f"{path}: cannot be parsed: {reason}" in error.message
     assert len(error.message) < 500
 
 

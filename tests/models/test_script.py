@@ -93,7 +93,7 @@ def test_wrong_file_is_refused_with_field_and_value(tmp_path: Path, content: str
 def test_wrong_json_and_missing_file_are_refused(tmp_path: Path) -> None:
     """So are files that cannot be read at all."""
     assert problem(tmp_path / "rules.json", "{").startswith("is not JSON")
-    assert problem(tmp_path / "deep.json", "[" * 100_000).startswith("cannot be understood: RecursionError")
+    assert problem(tmp_path / "deep.json", "[" * 100_000).startswith("cannot be parsed: RecursionError")
     with pytest.raises(InferenceCenterError, match="cannot be read: No such file"):
         read_script(tmp_path / "none.toml")
 
