@@ -1,4 +1,4 @@
-"""Base classes of all wire messages: strictness, ``op``, the ``id`` echo, and the marks of the first protocol (†)."""
+"""Base classes of all wire messages: validation, ``op``, the echoed ``id``, and the marks of the first protocol (†)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_SUBPROTOCOL_PREFIX: Final = "token."  # noqa: S105 - the prefix, not a tok
 
 
 class FirstProtocol:
-    """Marks a field that belongs to the first protocol (written † in the documentation)."""
+    """Marks a field of the first protocol (shown as † in the documentation)."""
 
 
 FIRST_PROTOCOL: Final = FirstProtocol()
@@ -27,13 +27,13 @@ SessionId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 TurnId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
-# Validators are built on first use, which halves the start-up time of a client that imports all messages and uses a
-# few. The daemon builds all of them while its engine loads, see ``build_messages``. For the same reason the modules
-# of messages have no ``from __future__ import annotations``: pydantic would compile and evaluate each one as text.
+# Validators are built on first use, because a client imports all messages and uses few of them; this halves its time to
+# start. The daemon builds all of them while its engine loads, see ``build_messages``. For the same reason modules of
+# messages have no ``from __future__ import annotations``, with which pydantic would evaluate each annotation from text.
 
 
 class Request(BaseModel):
-    """A frame sent by the client. Unknown fields and wrong types are errors; nothing is coerced."""
+    """A frame sent by the client. Unknown fields and wrong types are errors; no value is coerced."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
@@ -57,7 +57,7 @@ class Event(BaseModel):
     first_protocol: ClassVar[bool] = False
     """Whether the op is sent to sockets of the first protocol."""
     keeps_null: ClassVar[bool] = False
-    """Whether absent values are sent as null (readings that may be missing)."""
+    """Whether absent values are sent as null; for readings, any of which may be missing."""
 
 
 class SessionEvent(Event):
@@ -74,13 +74,13 @@ class TurnEvent(SessionEvent):
 
 
 def messages_in(module: Mapping[str, object], base: type[_Base]) -> tuple[type[_Base], ...]:
-    """Return the subclasses of ``base`` that a module, given by its ``vars()``, defines, in the order of definition."""
+    """Return the subclasses of ``base`` that a module defines, in their order; ``module`` is its ``vars()``."""
     kinds = (kind for kind in module.values() if isinstance(kind, type) and issubclass(kind, base))
     return tuple(kind for kind in kinds if kind.__module__ == module["__name__"])
 
 
 def build_messages(*bases: type[BaseModel]) -> Iterator[None]:
-    """Build the validators of all subclasses, one with each iteration, which takes up to a millisecond."""
+    """Build the validators of all subclasses; each iteration builds one, which takes up to a millisecond."""
     for base in bases:
         for kind in base.__subclasses__():
             kind.model_rebuild()

@@ -23,7 +23,7 @@ class CloseCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CloseSpec:
-    """Meaning of a close code and the reaction expected of clients."""
+    """What a close code means, and what the client should do."""
 
     code: CloseCode
     meaning: str
@@ -41,7 +41,7 @@ CLOSE_CODES = (
     CloseSpec(CloseCode.NOT_AUTHENTICATED, "not authenticated in time, or the token was revoked", "authenticate again"),
     CloseSpec(
         CloseCode.TOO_SLOW,
-        "too slow a reader (best effort: the socket is aborted, so clients mostly see 1006)",
+        "the client reads too slowly (best effort: the socket is aborted, so clients mostly see 1006)",
         "reconnect",
     ),
     CloseSpec(CloseCode.TOO_MANY, "too many failed logins or connections", "back off"),

@@ -22,17 +22,15 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-# Bounds the complexity of a JSON text before it is parsed. Pure.
-#
-# ``orjson`` holds the interpreter lock while it parses, so neither a thread nor a timeout limits what a dense text
-# costs other clients: 8 MiB of empty lists take half a second and 230 MB. Therefore the characters that start lists,
-# objects and fields, outside strings, are counted first, by a few passes over the bytes at about one millisecond per
-# MiB.
+# The complexity of a JSON text is bounded before it is parsed. ``orjson`` holds the interpreter lock while it parses,
+# so neither a thread nor a timeout protects other clients from a dense text: 8 MiB of empty lists take half a second
+# and 230 MB. Therefore the characters outside strings that start lists, objects and fields are counted first, in a few
+# passes over the bytes, at about one millisecond per MiB.
 
 MAX_STRUCTURE: Final = 200_000
-"""Lists, objects and fields; parsing takes about 50 ms."""
+"""Maximum number of lists, objects and fields, which take about 50 ms to parse."""
 MAX_COMMAS: Final = 1_000_000
-"""Commas, and so values, most of which can only be numbers; parsing takes about 30 ms."""
+"""Maximum number of commas, and so of values, most of which can only be numbers; they take about 30 ms to parse."""
 
 _STRUCTURE: Final = b"[{:"
 _COUNTED: Final = _STRUCTURE + b","
@@ -40,7 +38,7 @@ _NOT_COUNTED: Final = bytes(code for code in range(256) if code not in _COUNTED 
 
 
 def check_json_bounds(text: bytes) -> None:
-    """Reject a text that exceeds the bounds.
+    """Refuse a text that exceeds the bounds.
 
     Raises:
         InferenceCenterError: ``message_too_large``.
@@ -48,7 +46,8 @@ def check_json_bounds(text: bytes) -> None:
     if len(text) <= MAX_STRUCTURE or _within(text):
         return
     # Escapes are removed first, so that each remaining quote starts or ends a string. Strings without a counted
-    # character are then pairs of adjacent quotes, and the odd parts between the other quotes are contents of strings.
+    # character are then adjacent quotes, which are removed. Of the parts between the remaining quotes every second one
+    # is the content of a string.
     bare = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_COUNTED).replace(b'""', b"")
     if bare.count(b'"') <= 2 * (MAX_STRUCTURE + MAX_COMMAS + 1) and _within(b"".join(bare.split(b'"')[::2])):
         return
@@ -72,7 +71,7 @@ _SHOWN_VALUE_CHARS: Final = 60
 _MOST_FAULTS: Final = 1000
 PIECE_BYTES: Final = 64 * 1024
 _MANY_FIELDS: Final = 64
-"""Above the number of fields of any op, so some of the first fields are certainly unknown."""
+"""More fields than any op has, so a frame with more of them has unknown ones among the first."""
 _SECRET_FIELDS: Final = frozenset({"token", "api_key"})
 
 REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
@@ -82,7 +81,7 @@ REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A JSON object with an op, not yet validated, of ``n_chars``; ``id`` is read before validation can fail."""
+    """A JSON object of ``n_chars`` with an op, not yet validated; an answer to an invalid one can echo its ``id``."""
 
     op: str
     id: str | None
@@ -91,12 +90,12 @@ class Frame:
 
     @property
     def session_id(self) -> str | None:
-        """The session id of the frame, if it is well-formed."""
+        """The session id of the frame; ``None`` if it is missing or invalid."""
         named = self.body.get("session_id")
         return named if isinstance(named, str) and len(named) <= _MAX_ID_CHARS else None
 
     def parse(self) -> Request:
-        """Validate the frame as the request its op names.
+        """Validate the frame as the request that its op names.
 
         Raises:
             InferenceCenterError: ``unknown_op``, or ``invalid_request`` with the first offending field.
@@ -116,11 +115,10 @@ class Frame:
 
 
 def read_frame(text: str) -> Frame:
-    """Decode a text frame to an object with a lower-case ``op`` and a usable ``id``.
+    """Decode a text frame to an object with an ``op`` in lower case, and an ``id`` if it has a valid one.
 
     Raises:
-        InferenceCenterError: ``message_too_large`` when it holds too many values, ``invalid_json`` or
-            ``invalid_request``.
+        InferenceCenterError: ``message_too_large`` for too many values, ``invalid_json`` or ``invalid_request``.
     """
     if len(text) > MAX_STRUCTURE:
         check_json_bounds(text.encode())
@@ -161,13 +159,13 @@ class FrameError(InferenceCenterError):
 def invalid_request(
     error: ValidationError, *, known: Mapping[str, object], given: object = None
 ) -> InferenceCenterError:
-    """Convert the first validation error to one that names the field, the value and what is allowed.
+    """Convert the first validation error to one that names the field, its value and the allowed values.
 
     Args:
         error: The validation error of pydantic.
-        known: Field names, from which the nearest is suggested for an unknown one.
-        given: The value that was validated; the location is then its path in the value, and of the branches of a union
-            the one that matched furthest is reported.
+        known: Field names, of which the most similar one is suggested for an unknown field.
+        given: The validated value. If given, the location is the path in this value, and the error of the branch of a
+            union that matched furthest is reported.
     """
     if (n_faults := error.error_count()) > _MOST_FAULTS:  # listing all could take seconds
         return InferenceCenterError(
@@ -193,7 +191,7 @@ def invalid_request(
 
 
 def _path_in(value: Any, fault: ErrorDetails) -> tuple[int | str, ...]:
-    """Return a fault's path in the validated value, without the names of a union's branches."""
+    """Return the path of a fault in the validated value, without the names of the branches of unions."""
     path: list[int | str] = []
     for n_parts, part in enumerate(fault["loc"], start=1):
         is_item = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
@@ -210,7 +208,7 @@ def encode(event: Event, *, first_protocol: bool = False) -> str | None:
 
     Args:
         event: The event.
-        first_protocol: The socket speaks the first protocol: only ops and fields marked † are sent.
+        first_protocol: Whether the socket uses the first protocol, which has only the ops and fields marked †.
 
     Returns:
         The frame, or ``None`` if the op is not part of the socket's protocol.
@@ -223,8 +221,8 @@ def encode(event: Event, *, first_protocol: bool = False) -> str | None:
 def encode_in_pieces(event: Event) -> Iterator[tuple[bytes, bool]]:
     """Yield an event as the pieces of one text frame, each with whether it is the last.
 
-    Pieces are produced lazily, each of ``PIECE_BYTES`` but the last. Items of lists whose length a client controls are
-    encoded one by one: encoding a transcript of 16 MiB in one step would block the event loop for 30 ms.
+    Pieces are produced lazily; all but the last have ``PIECE_BYTES``. Items of lists whose length a client controls are
+    encoded one by one, because encoding a transcript of 16 MiB at once would block the event loop for 30 ms.
     """
     lists = {name: items for name, items in event if _is_list_of_values(items)}
     piece = bytearray(_dumped(event, exclude=set(lists)))
@@ -272,7 +270,7 @@ def _json_type(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as a client recognizes it, shortened."""
+    """Return a value as JSON, as the client sent it, shortened."""
     try:
         text = orjson.dumps(value, default=lambda other: type(other).__name__).decode()
     except orjson.JSONEncodeError:  # orjson parses deeper nesting than it serializes

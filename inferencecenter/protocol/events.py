@@ -300,12 +300,14 @@ class MetadataSet(Event):
 
 
 class ModelSet(Event):
-    """A session has another model, by `set_model` of this client."""
+    """The model of a session was changed, by `set_model` of this client."""
 
     op: Literal["model_set"] = "model_set"
     session_id: str = Field(description="The session.")
     model: str = Field(description="The model of its next turn.")
-    n_ctx: int = Field(description="Context size in tokens; that of its first model until this one was loaded.")
+    n_ctx: int = Field(
+        description="Context size in tokens; until the model has been loaded once, that of the previous model."
+    )
 
 
 class Session(Event):
@@ -362,7 +364,7 @@ class Metrics(Event):
     op: Literal["metrics"] = "metrics"
     timestamp: Annotated[float, FIRST_PROTOCOL] = Field(description="Unix seconds.")
     gpu: Annotated[GpuReadings, FIRST_PROTOCOL] = Field(description="The first GPU.")
-    inference: Annotated[InferenceReadings, FIRST_PROTOCOL] = Field(description="The work.")
+    inference: Annotated[InferenceReadings, FIRST_PROTOCOL] = Field(description="Load and throughput.")
     engine: EngineReadings = Field(description="The engine process.")
 
 
@@ -389,11 +391,11 @@ class HistoryReport(Event):
     starts_at: float = Field(description="Unix seconds at which the first step begins.")
     resolution_s: int = Field(description="Seconds of a step.")
     columns: dict[str, tuple[float | None, ...]] = Field(
-        description="Means of the daemon's readings: `running`, `waiting`, `sessions`, `parked_sessions`, "
+        description="Mean readings of the daemon: `running`, `waiting`, `sessions`, `parked_sessions`, "
         "`tokens_per_s`, `vram_used_mb`, `gpu_temp`, `rss_mb`."
     )
     series: tuple[HistorySeries, ...] = Field(
-        description="Work by model or client, at most eight and the rest, the most generated tokens first."
+        description="Work by model or client: the eight with the most generated tokens, then all others together."
     )
 
 
@@ -401,11 +403,11 @@ class Status(Event):
     """Readings of one part of the daemon, by name."""
 
     op: Literal["status"] = "status"
-    type: StatusType = Field(description="Which side.")
+    type: StatusType = Field(description="The part of the daemon.")
     values: dict[str, float | int | str | None] = Field(description="Readings by name.")
     plan: EnginePlan | None = Field(
         default=None,
-        description="For operators, with scope `model`: placement of the model; absent if none was planned.",
+        description="Placement of the model, for operators and `type` `model`; absent if none was planned.",
     )
 
 
@@ -485,7 +487,7 @@ class AccountDeleted(Event):
     op: Literal["account_deleted"] = "account_deleted"
     client_id: str = Field(description="The account.")
     sessions: Literal["delete", "keep"] = Field(description="What happened to its sessions.")
-    revoked_tokens: int = Field(description="Number of its tokens that were still valid or had expired.")
+    revoked_tokens: int = Field(description="Number of its tokens that had not been revoked before.")
 
 
 class TokensListed(Event):
@@ -746,7 +748,7 @@ Text: TypeAlias = Token | Reasoning | ToolCall
 """Events that carry text."""
 
 MAX_JOINED_BYTES: Final = 64 * 1024
-"""Text in one coalesced event: below the default limit of WebSocket clients (1 MiB), with room for JSON around it."""
+"""Maximum size of the text in a coalesced event: with its JSON far below the usual limit of clients, 1 MiB a frame."""
 
 
 def text_of(event: Text) -> str:
@@ -754,7 +756,7 @@ def text_of(event: Text) -> str:
 
 
 def continues_text(first: Text, event: Event) -> bool:
-    """Return whether an event continues the text of ``first``, so that both may be coalesced.
+    """Return whether an event continues the text of ``first``, so that they may be coalesced.
 
     The first event of a tool call, which carries the name, never continues another.
     """

@@ -1,4 +1,4 @@
-"""Parameters of a turn: parsing, merging of levels, checks of combinations, and serialization."""
+"""Parameters of a turn: parsing, merging of levels, warnings about ineffective ones, and serialization."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NESTED: Mapping[str, Mapping[str, str]] = {
 }
 
 _NO_BEAMS = "llama.cpp has removed beam search; sample with temperature and top_p."
-_GONE: Mapping[str, str] = {
+_UNSUPPORTED: Mapping[str, str] = {
     "tfs_z": "llama.cpp has removed tail-free sampling; use min_p, top_p or typical_p.",
     "tfs": "llama.cpp has removed tail-free sampling; use min_p, top_p or typical_p.",
     "top_a": "llama.cpp has no top-a; use min_p.",
@@ -68,7 +68,7 @@ _GONE: Mapping[str, str] = {
     "mirostat_lr": "Use mirostat_eta.",
     "mirostat_ent": "Use mirostat_tau.",
 }
-_BESIDE_PARAMS = ("json_schema", "regex", "grammar", "tools", "tool_choice")
+_SEPARATE_FIELDS = ("json_schema", "regex", "grammar", "tools", "tool_choice")
 
 _DOCS: Mapping[str, ParamDoc] = {doc.name: doc for doc in PARAM_DOCS}
 _NAMES: Mapping[str, str] = {spelling: doc.name for doc in PARAM_DOCS for spelling in (doc.name, *doc.aliases)}
@@ -80,8 +80,8 @@ _HINTS: Mapping[tuple[str, object], str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """One given value, its path in the request, and the parameter it sets."""
+class _GivenParam:
+    """A given value, its path in the request, and the name of the parameter that it sets."""
 
     name: str
     path: str
@@ -89,14 +89,14 @@ class _Given:
 
 
 def parse_params(raw: Mapping[str, object], *, path: str = "params") -> Params:
-    """Parse parameters given flat, by alias, in groups or in nested forms.
+    """Parse parameters, which may be given flat, by alias, in groups or in nested objects.
 
     ``null`` counts as absent. ``path`` is the path of ``raw`` in the request.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` with the path as given, the value and what is allowed.
+        InferenceCenterError: ``invalid_request``; the message names the given path, the value and the allowed values.
     """
-    given: dict[str, _Given] = {}
+    given: dict[str, _GivenParam] = {}
     for entry in _walk(raw, path):
         if (earlier := given.get(entry.name)) is not None:
             raise _invalid(entry.path, f"{entry.path} and {earlier.path} are the same parameter.", hint="Give it once.")
@@ -110,7 +110,7 @@ def parse_params(raw: Mapping[str, object], *, path: str = "params") -> Params:
         raise _out_of_range(given[str(first["loc"][0])], reason) from None
 
 
-def _walk(raw: Mapping[str, object], path: str) -> Iterator[_Given]:
+def _walk(raw: Mapping[str, object], path: str) -> Iterator[_GivenParam]:
     for key, value in raw.items():
         if key in _GROUPS:
             yield from _walk_group(_object(value, f"{path}.{key}"), f"{path}.{key}", group=key)
@@ -118,7 +118,7 @@ def _walk(raw: Mapping[str, object], path: str) -> Iterator[_Given]:
             yield from _read(key, value, path)
 
 
-def _walk_group(raw: Mapping[str, object], path: str, *, group: str) -> Iterator[_Given]:
+def _walk_group(raw: Mapping[str, object], path: str, *, group: str) -> Iterator[_GivenParam]:
     for key, value in raw.items():
         for entry in _read(key, value, path):
             if (right := _DOCS[entry.name].group) != group:
@@ -126,21 +126,21 @@ def _walk_group(raw: Mapping[str, object], path: str, *, group: str) -> Iterator
             yield entry
 
 
-def _read(key: str, value: object, path: str) -> Iterator[_Given]:
+def _read(key: str, value: object, path: str) -> Iterator[_GivenParam]:
     here = f"{path}.{_short(key)}"
     if key in _NESTED and (key not in _NAMES or isinstance(value, Mapping)):
         parts = _NESTED[key]
         for part, inner in _object(value, here).items():
             if part not in parts:
                 raise _unknown(part, here, known=parts)
-            yield _Given(parts[part], f"{here}.{part}", inner)
+            yield _GivenParam(parts[part], f"{here}.{part}", inner)
     elif key in _NAMES:
-        yield _Given(_NAMES[key], here, value)
-    elif key in _GONE:
-        # The value 1 disables tail-free sampling, so requests that carry it lose nothing.
+        yield _GivenParam(_NAMES[key], here, value)
+    elif key in _UNSUPPORTED:
+        # The value 1 disables tail-free sampling, so it can be ignored.
         if not (key in {"tfs_z", "tfs"} and (value is None or (type(value) in {int, float} and value == 1))):
-            raise _invalid(here, f"{here} is not supported.", hint=_GONE[key])
-    elif key in _BESIDE_PARAMS:
+            raise _invalid(here, f"{here} is not supported.", hint=_UNSUPPORTED[key])
+    elif key in _SEPARATE_FIELDS:
         raise _invalid(here, f"{here} is not a parameter.", hint=f"Put {key} beside params, not into it.")
     else:
         raise _unknown(key, path, known=[*_NAMES, *_NESTED, *_GROUPS])
@@ -166,7 +166,7 @@ def _unknown(key: str, path: str, *, known: Iterable[str]) -> InferenceCenterErr
     return _invalid(field, f"{field} is not a known parameter.", hint=hint)
 
 
-def _out_of_range(entry: _Given, reason: str | None) -> InferenceCenterError:
+def _out_of_range(entry: _GivenParam, reason: str | None) -> InferenceCenterError:
     doc = _DOCS[entry.name]
     detail = f": {reason}" if reason else ""
     message = f"{entry.path} must be {doc.allowed}, not {_shown(entry.value)}{detail}."
@@ -206,7 +206,7 @@ _DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_br
 _MIROSTAT = ("mirostat_tau", "mirostat_eta")
 
 # Parameters that have no effect when their sampler is not in ``samplers``.
-_OWNED = {
+_PARAMS_OF_SAMPLER = {
     "penalties": (*_PENALTIES, "repeat_last_n"),
     "dry": ("dry_multiplier", *_DRY),
     "top_n_sigma": ("top_n_sigma",),
@@ -220,7 +220,7 @@ _OWNED = {
 
 
 def is_greedy(params: Params) -> bool:
-    """Return whether every token is the most probable one, so that nothing is random."""
+    """Return whether always the most probable token is taken, so that no random number is used."""
     return params.temperature == 0 and "temperature" in params.samplers
 
 
@@ -229,10 +229,10 @@ def cross_check(params: Params, *, given: Collection[str] | None = None) -> tupl
 
     Args:
         params: Effective parameters of a turn.
-        given: Names of parameters that were chosen; by default those set explicitly in ``params``.
+        given: Names of the given parameters; by default those set explicitly in ``params``.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for two parameters that exclude each other.
+        InferenceCenterError: ``invalid_request`` for parameters that exclude each other.
     """
     if params.mirostat and params.adaptive_target >= 0:
         message = f"mirostat {params.mirostat} and adaptive_target {params.adaptive_target:g} both choose the token."
@@ -242,22 +242,22 @@ def cross_check(params: Params, *, given: Collection[str] | None = None) -> tupl
     if not chosen:
         return ()
     warned: dict[str, str] = {}
-    for names, reason in _silenced(params):
+    for names, reason in _ineffective(params):
         for name in names:
             if name in chosen:
                 warned.setdefault(name, f"{name} has no effect: {reason}.")
     return tuple(warned.values())
 
 
-def _silenced(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
-    for sampler, names in _OWNED.items():
+def _ineffective(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
+    for sampler, names in _PARAMS_OF_SAMPLER.items():
         if sampler not in params.samplers:
             yield names, f"{sampler} is not in samplers"
-    yield from _silenced_by_selection(params)
-    yield from _silenced_by_partner(params)
+    yield from _ineffective_by_selection(params)
+    yield from _ineffective_by_partner(params)
 
 
-def _silenced_by_selection(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
+def _ineffective_by_selection(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
     if is_greedy(params):
         random = (*_TRUNCATION, *_DYNATEMP, "mirostat", *_MIROSTAT, "adaptive_target", "adaptive_decay", "seed")
         yield random, "temperature 0 always takes the most probable token"
@@ -269,7 +269,7 @@ def _silenced_by_selection(params: Params) -> Iterator[tuple[tuple[str, ...], st
         yield ("adaptive_decay",), "adaptive_target is off"
 
 
-def _silenced_by_partner(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
+def _ineffective_by_partner(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
     if params.repeat_last_n == 0:
         yield _PENALTIES, "repeat_last_n is 0"
     elif params.repeat_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0:

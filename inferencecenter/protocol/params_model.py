@@ -204,7 +204,7 @@ def _integer(default: int, bounds: tuple[int, int], description: str, *, aliases
 
 
 class Params(BaseModel):
-    """Sampling and stop parameters of a turn; ``model_fields_set`` names those that were given."""
+    """Sampling and stopping parameters of a turn; ``model_fields_set`` has the given ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -236,7 +236,7 @@ class Params(BaseModel):
     repeat_last_n: int = _integer(
         64,
         (-1, MAX_TOKENS),
-        "How many tokens back the repeat, presence and frequency penalties look; 0 is off, -1 is the whole context.",
+        "Number of latest tokens that repeat, presence and frequency penalties consider; 0 is off, -1 is all.",
         aliases=("penalty_last_n",),
     )
     presence_penalty: float = _number(
@@ -253,7 +253,7 @@ class Params(BaseModel):
     )
     dry_allowed_length: int = _integer(2, (1, MAX_TOKENS), "Tokens a sequence may repeat before DRY penalizes it.")
     dry_penalty_last_n: int = _integer(
-        -1, (-1, MAX_TOKENS), "How many tokens back DRY looks; 0 is off, -1 is the whole context."
+        -1, (-1, MAX_TOKENS), "Number of latest tokens that DRY considers; 0 is off, -1 is all."
     )
     dry_sequence_breakers: _Breakers = _param(
         ("\n", ":", '"', "*"),
@@ -270,7 +270,7 @@ class Params(BaseModel):
     min_keep: int = _integer(0, (0, MAX_TOKENS), "Minimum number of tokens that top_p, min_p, typical_p and xtc keep.")
     seed: _Seed = _param(
         None,
-        "Equal seeds give equal random numbers, derived from the seed and the token's position in the answer; "
+        "Seed of the random numbers, each of which depends only on it and on the token's position in the answer; "
         "without it each turn uses a random seed.",
         f"an integer from 0 to {MAX_SEED}, or -1 for a random one",
     )
@@ -329,7 +329,7 @@ class Params(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ParamDoc:
-    """One parameter for the documentation; ``allowed`` completes "must be …", ``kind`` is its JSON type."""
+    """Documentation of a parameter; ``allowed`` completes the sentence "must be …", ``kind`` is the JSON type."""
 
     name: str
     aliases: tuple[str, ...]

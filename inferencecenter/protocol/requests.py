@@ -35,7 +35,7 @@ MAX_GRAMMAR_CHARS: Final = 262_144
 """Maximum characters of a grammar, a regular expression, or a serialized JSON Schema."""
 
 MAX_PREFIX_CHARS: Final = 262_144
-"""Maximum number of characters of the given start of an answer."""
+"""Maximum number of characters of `prefix`."""
 
 RawParams = dict[str, Any]
 """Parameters as given by the client; ``params.parse_params`` validates them."""
@@ -162,7 +162,7 @@ class Infer(Request):
     )
     strict_schema: bool = Field(
         default=True,
-        description="Whether a keyword of `json_schema` that cannot be enforced is refused; otherwise it is left to "
+        description="Whether a keyword of `json_schema` that cannot be enforced is refused; if false, it is left to "
         "the model, with a warning.",
     )
     regex: str | None = Field(
@@ -192,7 +192,7 @@ class Infer(Request):
     thinking_required: bool = Field(
         default=True,
         description="Whether the turn is refused if `thinking` is set and the model's template does not offer the "
-        "choice; otherwise `thinking` has no effect, with a warning.",
+        "choice; if false, `thinking` then has no effect, with a warning.",
     )
     infill: Infill | None = Field(
         default=None,
@@ -602,7 +602,7 @@ class Status(Request):
     """Request the readings of one part of the daemon; other clients' shares need the operator scope."""
 
     op: Literal["status"]
-    type: StatusType = Field(default="queue", description="Which side.")
+    type: StatusType = Field(default="queue", description="The part of the daemon.")
 
 
 class Usage(Request):
@@ -680,7 +680,7 @@ class CreateAccount(Request):
         default=None, description="Maximum number of live sessions; by default the daemon's."
     )
     retention_days: RetentionDays | None = Field(
-        default=None, description="Days after its last use at which a session is deleted; by default the daemon's."
+        default=None, description="Days without use after which a session is deleted; by default the daemon's."
     )
     archive_mib: ArchiveMib | None = Field(
         default=None, description="Mi characters that its stored sessions may hold; by default the daemon's."
@@ -701,7 +701,7 @@ class ChangeAccount(Request):
     priority: Priority | None = Field(default=None, description="Its priority class.")
     max_sessions: MaxSessions | None = Field(default=None, description="Maximum number of live sessions.")
     retention_days: RetentionDays | None = Field(
-        default=None, description="Days after its last use at which a session is deleted; null for the daemon's."
+        default=None, description="Days without use after which a session is deleted; null for the daemon's."
     )
     archive_mib: ArchiveMib | None = Field(
         default=None, description="Mi characters that its stored sessions may hold; null for the daemon's."
@@ -722,8 +722,8 @@ class DeleteAccount(Request):
     """Delete an account of the database with its tokens; the reply is `account_deleted`.
 
     Its tokens are revoked and its sockets closed with 4401 first. `sessions` has no default: `delete` ends its sessions
-    and deletes all that is stored of it, including its presets, shares and usage; `keep` leaves them stored, where an
-    account that is created with the same name finds them. If it fails, the account is still listed.
+    and deletes all its stored data, including presets, shares and usage; `keep` leaves the data stored, for an account
+    that is created with the same name. If the request fails, the account is still listed.
     """
 
     op: Literal["delete_account"]
@@ -741,7 +741,7 @@ class ListTokens(Request):
 
 
 class CreateToken(Request):
-    """Create a token of an account; the reply is `new_token`, the only message with its secret."""
+    """Create a token of an account; the reply is `new_token`, the only message that contains its secret."""
 
     op: Literal["create_token"]
     client_id: AccountId = Field(description="The account.")

@@ -1,4 +1,4 @@
-"""The table of scopes: rights of an account beyond connecting."""
+"""The table of scopes: the permissions of an account."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Scope(StrEnum):
-    """A right that an account may hold."""
+    """A permission of an account."""
 
     USER = "user"
     PRIORITY = "priority"

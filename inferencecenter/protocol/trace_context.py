@@ -16,7 +16,7 @@ _FIRST_VERSION: Final = "00"
 def check_traceparent(value: str) -> str:
     """Return ``value`` if it is a valid ``traceparent``.
 
-    For future versions, which may be longer, only the fields of the first version are checked.
+    Later versions of the format may have further fields, which are not checked.
 
     Raises:
         ValueError: With the reason.
@@ -35,7 +35,7 @@ def check_traceparent(value: str) -> str:
 
 
 def read_traceparent(header: str | None) -> str | None:
-    """Return the value of an HTTP header, or ``None`` for an invalid one, which has to be ignored."""
+    """Return the value of an HTTP header; ``None`` for an invalid one, which the standard requires to be ignored."""
     try:
         return None if header is None else check_traceparent(header.strip())
     except ValueError:

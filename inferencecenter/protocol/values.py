@@ -49,7 +49,7 @@ class Tool(Value):
     )
     strict: bool = Field(
         default=True,
-        description="Whether a keyword of the schema that cannot be enforced is refused; otherwise it is left to the "
+        description="Whether a keyword of the schema that cannot be enforced is refused; if false, it is left to the "
         "model, with a warning.",
     )
 
@@ -77,7 +77,7 @@ class McpTool(Value):
 
 
 class McpServer(Value):
-    """An MCP server that the operator declared, and its tools."""
+    """A declared MCP server and its tools."""
 
     server: str = Field(description="Its name.")
     mcp_tools: tuple[McpTool, ...] = Field(description="The tools that may be called.")
@@ -116,7 +116,7 @@ class ToolCall(Value):
 class ChatMessage(Value):
     """One message of a conversation."""
 
-    role: Role = Field(description="Who speaks.")
+    role: Role = Field(description="Author of the message.")
     content: str = Field(description="Plain text; may be empty.")
     reasoning: str | None = Field(
         default=None,
@@ -137,7 +137,7 @@ class ChatMessage(Value):
 
 
 class InfillFile(Value):
-    """Additional context for the model, such as a part of a file."""
+    """Additional context for an infill, such as a part of another file."""
 
     filename: Annotated[str, StringConstraints(max_length=4096)] = Field(default="tmp", description="Its name.")
     text: str = Field(description="The text.")
@@ -159,7 +159,7 @@ PresetText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_PRESE
 
 
 class Preset(Value):
-    """Named settings of conversations, or a named prompt, of a client, for all its devices."""
+    """Named conversation settings or a named prompt of a client, available on all its devices."""
 
     preset_type: PresetType = Field(
         description="`settings` has a system prompt, parameters, tools and the format of answers, each optional; "
@@ -249,11 +249,11 @@ class ClientLimits(Value):
     tokens_per_day: int | None = Field(default=None, description="The same per day, which begins at midnight UTC.")
     concurrent_turns: int | None = Field(default=None, description="Turns that may run or wait at once.")
     max_tokens: int | None = Field(default=None, description="Maximum tokens of one answer.")
-    models: tuple[str, ...] | None = Field(default=None, description="Models that may be used.")
+    models: tuple[str, ...] | None = Field(default=None, description="Names of the models that may be used.")
 
 
 class AccessLimitChanges(Value):
-    """Limits of an account or a token: an absent one is inherited from the next higher level, null is no limit."""
+    """Limits of an account or a token: an absent limit is inherited from the level above, null is no limit."""
 
     requests_per_minute: int | None = Field(default=None, ge=1, le=10**12, description="Turns per minute.")
     tokens_per_minute: int | None = Field(
@@ -297,10 +297,10 @@ class AccountSummary(Value):
     priority: Priority = Field(description="Its priority class.")
     max_sessions: int = Field(description="Maximum number of live sessions.")
     retention_days: float | None = Field(
-        default=None, description="Days after its last use at which a session is deleted; absent if not its own."
+        default=None, description="Days without use after which a session is deleted; absent if the daemon's applies."
     )
     archive_mib: int | None = Field(
-        default=None, description="Mi characters that its stored sessions may hold; absent if not its own."
+        default=None, description="Mi characters that its stored sessions may hold; absent if the daemon's applies."
     )
     created_at: float | None = Field(default=None, description="Unix seconds; absent for one of `clients.toml`.")
     unrevoked_tokens: int = Field(description="Number of tokens that are not revoked.")
@@ -343,7 +343,7 @@ class AuditRecord(Value):
     at: float = Field(description="Unix seconds.")
     last_at: float = Field(description="Unix seconds.")
     count: int = Field(description="Number of equal events within a minute.")
-    event: str = Field(description="What happened.")
+    event: str = Field(description="Name of the event.")
     client_id: str | None = Field(default=None, description="The account concerned, or that acted.")
     token_id: str | None = Field(default=None, description="The token concerned, or that was used.")
     address: str | None = Field(default=None, description="The remote address.")
@@ -395,7 +395,7 @@ class UsageLeft(Value):
     turns: int = Field(description="Turns that run or wait.")
     requests_left: int | None = Field(default=None, description="Turns that may still be started.")
     minute_tokens_left: int | None = Field(
-        default=None, description="Tokens left of the quota per minute; a negative value has to be regained first."
+        default=None, description="Tokens left of the quota per minute; while it is negative, turns are refused."
     )
     day_tokens_left: int | None = Field(default=None, description="Tokens left of today's quota.")
 
@@ -502,7 +502,7 @@ class SessionUsage(Value):
         description="Limit beyond which further stored sessions are refused; nothing is deleted."
     )
     retention_days: float | None = Field(
-        default=None, description="Days after its last use at which a session is deleted; absent if none is."
+        default=None, description="Days without use after which a session is deleted; absent if none is."
     )
 
 
@@ -564,7 +564,7 @@ class PlannedDevice(Value):
     kv_bytes: int = Field(description="KV cache of these layers, of all slots.")
     compute_bytes: int = Field(description="Compute buffers.")
     context_bytes: int = Field(description="Overhead of the driver and its libraries.")
-    used_bytes: int | None = Field(default=None, description="Measured memory use, if available.")
+    used_bytes: int | None = Field(default=None, description="Memory use as measured, if it was.")
 
 
 class PlannedHost(Value):
@@ -602,7 +602,7 @@ class EnginePlan(Value):
     flash_attention: bool = Field(description="Whether it is used, if the GPU has kernels for the model.")
     n_threads: int = Field(description="Number of compute threads.")
     devices: tuple[PlannedDevice, ...] = Field(max_length=64, description="The GPUs in use.")
-    host: PlannedHost = Field(description="The rest.")
+    host: PlannedHost = Field(description="Memory of the host.")
     reasons: tuple[PlanReason, ...] = Field(max_length=32, description="The chosen values, each with its reason.")
     advice: tuple[PlanText, ...] = Field(
         max_length=128, description="Warnings: what does not fit, alternatives, and hints."

@@ -27,7 +27,7 @@ export interface ParamValues {
   xtc_threshold?: number;
   /** Makes tokens seen in the last repeat_last_n tokens less likely by this factor; 1 is off. */
   repeat_penalty?: number;
-  /** How many tokens back the repeat, presence and frequency penalties look; 0 is off, -1 is the whole context. */
+  /** Number of latest tokens that repeat, presence and frequency penalties consider; 0 is off, -1 is all. */
   repeat_last_n?: number;
   /** Subtracted from the logit of each token seen in the last repeat_last_n tokens; 0 is off. */
   presence_penalty?: number;
@@ -39,7 +39,7 @@ export interface ParamValues {
   dry_base?: number;
   /** Tokens a sequence may repeat before DRY penalizes it. */
   dry_allowed_length?: number;
-  /** How many tokens back DRY looks; 0 is off, -1 is the whole context. */
+  /** Number of latest tokens that DRY considers; 0 is off, -1 is all. */
   dry_penalty_last_n?: number;
   /** Strings at which DRY ends a repeated sequence. */
   dry_sequence_breakers?: string[];
@@ -55,7 +55,7 @@ export interface ParamValues {
   adaptive_decay?: number;
   /** Minimum number of tokens that top_p, min_p, typical_p and xtc keep. */
   min_keep?: number;
-  /** Equal seeds give equal random numbers, derived from the seed and the token's position in the answer; without it each turn uses a random seed. */
+  /** Seed of the random numbers, each of which depends only on it and on the token's position in the answer; without it each turn uses a random seed. */
   seed?: number | -1;
   /** Bias added to the logits of individual tokens; false bans a token. */
   logit_bias?: Record<string, number | false>;
@@ -79,7 +79,7 @@ export interface ParamValues {
   n_keep?: number;
 }
 
-/** Limits of an account or a token: an absent one is inherited from the next higher level, null is no limit. */
+/** Limits of an account or a token: an absent limit is inherited from the level above, null is no limit. */
 export interface AccessLimitChanges {
   /** Turns per minute. */
   requests_per_minute?: number | null;
@@ -99,7 +99,7 @@ export interface AccessLimitChanges {
 
 /** One message of a conversation. */
 export interface ChatMessage {
-  /** Who speaks. */
+  /** Author of the message. */
   role: "system" | "user" | "assistant" | "tool";
   /** Plain text; may be empty. */
   content: string;
@@ -119,7 +119,7 @@ export interface Infill {
   extra?: InfillFile[];
 }
 
-/** Additional context for the model, such as a part of a file. */
+/** Additional context for an infill, such as a part of another file. */
 export interface InfillFile {
   /** Its name. */
   filename?: string;
@@ -133,7 +133,7 @@ export interface NamedTool {
   name: string;
 }
 
-/** Named settings of conversations, or a named prompt, of a client, for all its devices. */
+/** Named conversation settings or a named prompt of a client, available on all its devices. */
 export interface Preset {
   /** `settings` has a system prompt, parameters, tools and the format of answers, each optional; `prompt` has a `text`. */
   preset_type: "settings" | "prompt";
@@ -163,7 +163,7 @@ export interface Tool {
   description?: string | null;
   /** JSON Schema of its arguments, an object; absent for a tool without arguments. */
   parameters?: Record<string, unknown> | null;
-  /** Whether a keyword of the schema that cannot be enforced is refused; otherwise it is left to the model, with a warning. */
+  /** Whether a keyword of the schema that cannot be enforced is refused; if false, it is left to the model, with a warning. */
   strict?: boolean;
 }
 
@@ -235,9 +235,9 @@ export interface AccountSummary {
   priority: "interactive" | "normal" | "batch";
   /** Maximum number of live sessions. */
   max_sessions: number;
-  /** Days after its last use at which a session is deleted; absent if not its own. */
+  /** Days without use after which a session is deleted; absent if the daemon's applies. */
   retention_days?: number;
-  /** Mi characters that its stored sessions may hold; absent if not its own. */
+  /** Mi characters that its stored sessions may hold; absent if the daemon's applies. */
   archive_mib?: number;
   /** Unix seconds; absent for one of `clients.toml`. */
   created_at?: number;
@@ -265,7 +265,7 @@ export interface AuditRecord {
   last_at: number;
   /** Number of equal events within a minute. */
   count: number;
-  /** What happened. */
+  /** Name of the event. */
   event: string;
   /** The account concerned, or that acted. */
   client_id?: string;
@@ -295,7 +295,7 @@ export interface ClientLimits {
   concurrent_turns?: number;
   /** Maximum tokens of one answer. */
   max_tokens?: number;
-  /** Models that may be used. */
+  /** Names of the models that may be used. */
   models?: string[];
 }
 
@@ -351,7 +351,7 @@ export interface EnginePlan {
   n_threads: number;
   /** The GPUs in use. */
   devices: PlannedDevice[];
-  /** The rest. */
+  /** Memory of the host. */
   host: PlannedHost;
   /** The chosen values, each with its reason. */
   reasons: PlanReason[];
@@ -453,7 +453,7 @@ export interface McpCallStatus {
   call_state: "running" | "unknown";
 }
 
-/** An MCP server that the operator declared, and its tools. */
+/** A declared MCP server and its tools. */
 export interface McpServer {
   /** Its name. */
   server: string;
@@ -535,7 +535,7 @@ export interface PlannedDevice {
   compute_bytes: number;
   /** Overhead of the driver and its libraries. */
   context_bytes: number;
-  /** Measured memory use, if available. */
+  /** Memory use as measured, if it was. */
   used_bytes?: number;
 }
 
@@ -631,7 +631,7 @@ export interface SessionUsage {
   stored_chars: number;
   /** Limit beyond which further stored sessions are refused; nothing is deleted. */
   max_stored_chars: number;
-  /** Days after its last use at which a session is deleted; absent if none is. */
+  /** Days without use after which a session is deleted; absent if none is. */
   retention_days?: number;
 }
 
@@ -765,7 +765,7 @@ export interface UsageLeft {
   turns: number;
   /** Turns that may still be started. */
   requests_left?: number;
-  /** Tokens left of the quota per minute; a negative value has to be regained first. */
+  /** Tokens left of the quota per minute; while it is negative, turns are refused. */
   minute_tokens_left?: number;
   /** Tokens left of today's quota. */
   day_tokens_left?: number;
@@ -847,7 +847,7 @@ export interface InferRequest {
   parallel_tool_calls?: boolean;
   /** JSON Schema that the answer conforms to; with tools, an answer that calls none of them. */
   json_schema?: Record<string, unknown> | boolean | null;
-  /** Whether a keyword of `json_schema` that cannot be enforced is refused; otherwise it is left to the model, with a warning. */
+  /** Whether a keyword of `json_schema` that cannot be enforced is refused; if false, it is left to the model, with a warning. */
   strict_schema?: boolean;
   /** Regular expression that matches the whole answer. */
   regex?: string | null;
@@ -857,7 +857,7 @@ export interface InferRequest {
   prefix?: string | null;
   /** Whether the model reasons before it answers, if its template offers the choice; the template's default otherwise. */
   thinking?: boolean | null;
-  /** Whether the turn is refused if `thinking` is set and the model's template does not offer the choice; otherwise `thinking` has no effect, with a warning. */
+  /** Whether the turn is refused if `thinking` is set and the model's template does not offer the choice; if false, `thinking` then has no effect, with a warning. */
   thinking_required?: boolean;
   /** Text after a gap, which the model fills in; for models that have tokens for this, in sessions with mode `raw`. It is not part of the session's text. */
   infill?: Infill | null;
@@ -1268,7 +1268,7 @@ export interface StatusRequest {
   op: "status";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
-  /** Which side. */
+  /** The part of the daemon. */
   type?: "queue" | "memory" | "sessions" | "performance" | "model";
 }
 
@@ -1348,7 +1348,7 @@ export interface CreateAccountRequest {
   priority?: "interactive" | "normal" | "batch" | null;
   /** Maximum number of live sessions; by default the daemon's. */
   max_sessions?: number | null;
-  /** Days after its last use at which a session is deleted; by default the daemon's. */
+  /** Days without use after which a session is deleted; by default the daemon's. */
   retention_days?: number | null;
   /** Mi characters that its stored sessions may hold; by default the daemon's. */
   archive_mib?: number | null;
@@ -1374,7 +1374,7 @@ export interface ChangeAccountRequest {
   priority?: "interactive" | "normal" | "batch" | null;
   /** Maximum number of live sessions. */
   max_sessions?: number | null;
-  /** Days after its last use at which a session is deleted; null for the daemon's. */
+  /** Days without use after which a session is deleted; null for the daemon's. */
   retention_days?: number | null;
   /** Mi characters that its stored sessions may hold; null for the daemon's. */
   archive_mib?: number | null;
@@ -1395,8 +1395,8 @@ export interface GetAccountRequest {
  * Delete an account of the database with its tokens; the reply is `account_deleted`.
  *
  * Its tokens are revoked and its sockets closed with 4401 first. `sessions` has no default: `delete` ends its sessions
- * and deletes all that is stored of it, including its presets, shares and usage; `keep` leaves them stored, where an
- * account that is created with the same name finds them. If it fails, the account is still listed.
+ * and deletes all its stored data, including presets, shares and usage; `keep` leaves the data stored, for an account
+ * that is created with the same name. If the request fails, the account is still listed.
  */
 export interface DeleteAccountRequest {
   op: "delete_account";
@@ -1421,7 +1421,7 @@ export interface ListTokensRequest {
   after?: string | null;
 }
 
-/** Create a token of an account; the reply is `new_token`, the only message with its secret. */
+/** Create a token of an account; the reply is `new_token`, the only message that contains its secret. */
 export interface CreateTokenRequest {
   op: "create_token";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -1907,7 +1907,7 @@ export interface MetadataSetEvent {
   metadata: Record<string, string>;
 }
 
-/** A session has another model, by `set_model` of this client. */
+/** The model of a session was changed, by `set_model` of this client. */
 export interface ModelSetEvent {
   op: "model_set";
   /** The `id` of the frame this answers. */
@@ -1916,7 +1916,7 @@ export interface ModelSetEvent {
   session_id: string;
   /** The model of its next turn. */
   model: string;
-  /** Context size in tokens; that of its first model until this one was loaded. */
+  /** Context size in tokens; until the model has been loaded once, that of the previous model. */
   n_ctx: number;
 }
 
@@ -1992,7 +1992,7 @@ export interface MetricsEvent {
   timestamp: number;
   /** The first GPU. */
   gpu: GpuReadings;
-  /** The work. */
+  /** Load and throughput. */
   inference: InferenceReadings;
   /** The engine process. */
   engine: EngineReadings;
@@ -2023,9 +2023,9 @@ export interface HistoryReportEvent {
   starts_at: number;
   /** Seconds of a step. */
   resolution_s: number;
-  /** Means of the daemon's readings: `running`, `waiting`, `sessions`, `parked_sessions`, `tokens_per_s`, `vram_used_mb`, `gpu_temp`, `rss_mb`. */
+  /** Mean readings of the daemon: `running`, `waiting`, `sessions`, `parked_sessions`, `tokens_per_s`, `vram_used_mb`, `gpu_temp`, `rss_mb`. */
   columns: Record<string, (number | null)[]>;
-  /** Work by model or client, at most eight and the rest, the most generated tokens first. */
+  /** Work by model or client: the eight with the most generated tokens, then all others together. */
   series: HistorySeries[];
 }
 
@@ -2034,11 +2034,11 @@ export interface StatusEvent {
   op: "status";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** Which side. */
+  /** The part of the daemon. */
   type: "queue" | "memory" | "sessions" | "performance" | "model";
   /** Readings by name. */
   values: Record<string, number | string | null>;
-  /** For operators, with scope `model`: placement of the model; absent if none was planned. */
+  /** Placement of the model, for operators and `type` `model`; absent if none was planned. */
   plan?: EnginePlan;
 }
 
@@ -2142,7 +2142,7 @@ export interface AccountDeletedEvent {
   client_id: string;
   /** What happened to its sessions. */
   sessions: "delete" | "keep";
-  /** Number of its tokens that were still valid or had expired. */
+  /** Number of its tokens that had not been revoked before. */
   revoked_tokens: number;
 }
 
