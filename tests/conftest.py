@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import inferencecenter
 import inferencecenter.engine.llama  # tests that import the bindings find the libraries by it
@@ -31,8 +31,9 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hypothesis would limit each example to 200 ms; no test asserts a time, since the machine may be busy.
-settings.register_profile("untimed", deadline=None)
+# Hypothesis would limit each example to 200 ms, and the making of its data to some seconds; no test asserts a time,
+# since the machine may be busy.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 _BUNDLED = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"

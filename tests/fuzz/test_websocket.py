@@ -105,6 +105,8 @@ FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
 }
 NAMES: Final = {op: sorted(kind.model_fields.keys() - {"op"}) for op, kind in REQUESTS.items()}
 NOT_UTF8: Final = 1007
+PATIENT: Final[dict[str, Any]] = {"max_size": None, "open_timeout": 60, "ping_interval": None}
+"""A client that waits for a busy machine."""
 CLOSED: Final = {int(spec.code) for spec in CLOSE_CODES} - {int(CloseCode.INTERNAL)} | {NOT_UTF8}
 
 
@@ -125,7 +127,7 @@ def test_any_frame_is_answered_or_closes_its_socket(fuzzed: Daemon, op: str, dat
     )
     others = st.sampled_from([{"op": name, **frame} for name, frames in FRAMES.items() for frame in frames])
     frames = st.lists(own | own | own | others.map(encode_frame) | NOISE, min_size=1, max_size=8)
-    with connect(fuzzed.url, max_size=None) as socket:
+    with connect(fuzzed.url, **PATIENT) as socket:
         request(socket, op="auth", token=fuzzed.admin_token, protocol=1)
         session_id = request(socket, op="create_session", on_disconnect="close")["session_id"]
         own_frames = [frame.replace(SESSION.encode(), session_id.encode()) for frame in data.draw(frames)]
@@ -142,7 +144,7 @@ def test_any_responses_frame_is_answered_or_closes_its_socket(fuzzed: Daemon, da
         changed(st.sampled_from([*bodies, {"type": "response.cancel", "stream_id": "s"}])) | NOISE, max_size=6
     )
     headers = {"Authorization": f"Bearer {fuzzed.admin_token}"}
-    with connect(f"{fuzzed.url}v1/responses", additional_headers=headers, max_size=None) as socket:
+    with connect(f"{fuzzed.url}v1/responses", additional_headers=headers, **PATIENT) as socket:
         exchange(socket, data.draw(frames), answers_pings=False)
 
 
