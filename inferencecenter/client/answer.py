@@ -1,8 +1,8 @@
-"""One turn: its answer, and an unbroken stream of its events over any number of connections. No I/O.
+"""State of one turn: its answer, and a continuous stream of its events over any number of connections. No I/O.
 
-The invariant: the text yielded so far is a prefix of the answer, because the daemon commits text before it sends it. So
-after a reconnect the daemon either replays the missed events or sends the answer so far, of which only the remainder
-beyond that prefix is yielded.
+Invariant: the text yielded so far is a prefix of the answer, because the daemon commits text before it sends it. After
+a reconnect the daemon either replays the missed events or sends the answer so far, of which only the part after that
+prefix is yielded.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Answer:
         """Valid parameters that had no effect."""
         return () if self.end is None else self.end.warnings
 
-    def take(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Apply an event of the turn."""
         match event:
             case Token(content=content):
@@ -139,7 +139,7 @@ class Answer:
                 )
 
 
-class Answered:
+class AnswerProperties:
     """Properties of a turn that are read from its answer.
 
     Attributes:
@@ -201,7 +201,7 @@ class StreamState(Enum):
     """Client-side state of a turn."""
 
     REQUESTED = auto()
-    """Sent, or about to be; the daemon has not yet assigned the turn's id."""
+    """The request is sent, or will be; the daemon has not assigned the id of the turn yet."""
     RUNNING = auto()
     """The daemon has assigned the turn's id."""
     ENDING = auto()
@@ -212,15 +212,15 @@ class StreamState(Enum):
 class TurnStream:
     """Filters a session's events into the events of one turn, each once and in order.
 
-    While ``due`` is set, the owner sends ``infer`` with the turn's key and reports the request id with ``requested``.
+    While ``must_send`` is set, the owner sends ``infer`` with the turn's key, and passes its id to ``requested``.
 
     Attributes:
-        due: Whether ``infer`` has to be sent (again).
+        must_send: Whether ``infer`` has to be sent (again).
         refusal: The temporary refusal of the last ``infer``; ``None`` if there was none.
     """
 
     def __init__(self, session_id: str) -> None:
-        self.due = True
+        self.must_send = True
         self.refusal: InferenceCenterError | None = None
         self._session_id = session_id
         self._is_repeatable = True
@@ -228,21 +228,21 @@ class TurnStream:
         self._state = StreamState.REQUESTED
         self._request_id: str | None = None
         self._turn_id: str | None = None
-        self._shown = Answer()
-        # While requested: events that may turn out to belong to the turn.
+        self._yielded = Answer()
+        # Events that arrived before the acknowledgment and may belong to the turn.
         self._snapshot: SessionResumed | None = None
         self._early: list[TurnStreamEvent] = []
 
     @classmethod
     def following(cls, session_id: str, turn_id: str) -> TurnStream:
-        """Return the stream of a turn that another connection started, to be begun with ``session_resumed``."""
+        """Return the stream of a turn that another connection started; its first event is ``session_resumed``."""
         stream = cls(session_id)
-        stream.due, stream._is_repeatable = False, False
+        stream.must_send, stream._is_repeatable = False, False
         stream._state, stream._turn_id = StreamState.RUNNING, turn_id
         return stream
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._turn_id}, {self._state.name}, due={self.due})"
+        return f"{type(self).__name__}({self._turn_id}, {self._state.name}, must_send={self.must_send})"
 
     @property
     def state(self) -> StreamState:
@@ -250,7 +250,7 @@ class TurnStream:
         return self._state
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the turn's last event was yielded."""
         return self._state is StreamState.OVER
 
@@ -261,10 +261,10 @@ class TurnStream:
 
     def requested(self, request_id: str) -> None:
         """Record the request id of ``infer``; replies to earlier ids are ignored from now on."""
-        self.due, self.refusal = False, None
+        self.must_send, self.refusal = False, None
         self._request_id = request_id
 
-    def take(self, event: Event) -> Iterator[TurnStreamEvent]:
+    def apply(self, event: Event) -> Iterator[TurnStreamEvent]:
         """Yield the turn's events that follow from an event of the session: none, the event itself, or several.
 
         Raises:
@@ -293,32 +293,32 @@ class TurnStream:
             yield from self._deliver(event)
 
     def _deliver(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
-        self._shown.take(event)
+        self._yielded.apply(event)
         if isinstance(event, End):
             self._state = StreamState.OVER
         yield event
 
     def _acknowledge(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
-        """Start with the turn that the daemon names and with its events that have already arrived."""
+        """Adopt the turn that the daemon names, and yield its events that have already arrived."""
         snapshot, early = self._snapshot, [early for early in self._early if early.turn_id == event.turn_id]
         self._snapshot, self._early = None, []
-        self._state, self._turn_id, self.due = StreamState.RUNNING, event.turn_id, False
+        self._state, self._turn_id, self.must_send = StreamState.RUNNING, event.turn_id, False
         if snapshot is not None and snapshot.turn_id == event.turn_id:
             yield from self._catch_up(_so_far(snapshot), seq=snapshot.seq)
         elif snapshot is not None and (ended := _ended(snapshot, event.turn_id)) is not None:
             yield from self._finish_text(snapshot, ended)
         for known in (*early, event):
-            if not self.over:
+            if not self.is_over:
                 yield from self._deliver(known)
 
     def _resume(self, resumed: SessionResumed) -> Iterator[TurnStreamEvent]:
-        """Continue after a reconnect: requests may not have arrived, and events may have been missed."""
+        """Continue after a reconnect, before which the request or events may have been lost."""
         self._interrupted = True
         if self._state is StreamState.RUNNING:
             if not resumed.resumed:
                 yield from self._resume_without_events(resumed)
             return
-        self.due = not self.over
+        self.must_send = not self.is_over
         if not resumed.resumed:
             self._snapshot, self._early = resumed, []
 
@@ -332,7 +332,7 @@ class TurnStream:
             raise self._lost("it failed, or was rewound, while the connection was lost")
         yield from self._finish_text(resumed, ended)
         if self._is_repeatable:
-            self._state, self.due = StreamState.ENDING, True
+            self._state, self.must_send = StreamState.ENDING, True
         else:
             yield from self._deliver(_end_of(resumed, ended))
 
@@ -340,7 +340,9 @@ class TurnStream:
         """Yield the part of the turn's answer that has not been yielded yet."""
         turn_id = str(self._turn_id)
         try:
-            missing = tuple(self._shown.missing(answer, session_id=self._session_id, turn_id=turn_id, seq=max(seq, 1)))
+            missing = tuple(
+                self._yielded.missing(answer, session_id=self._session_id, turn_id=turn_id, seq=max(seq, 1))
+            )
         except ValueError:
             self._state = StreamState.OVER
             raise failure(
@@ -362,7 +364,7 @@ class TurnStream:
             return
         error = as_exception(event)
         if refused and event.turn_id is None and error.code in _PASSING and self._interrupted:
-            self.due, self.refusal = True, error
+            self.must_send, self.refusal = True, error
             return
         self._state = StreamState.OVER
         raise error
@@ -373,7 +375,7 @@ class TurnStream:
 
 
 def _ended(resumed: SessionResumed, turn_id: str) -> TranscriptTurn | None:
-    """Return the transcript's record of a turn, if it has ended and is part of the transcript."""
+    """Return the transcript's record of a turn; ``None`` if it has not ended, or the transcript no longer has it."""
     return next((turn for turn in resumed.turns or () if turn.turn_id == turn_id), None)
 
 
@@ -394,7 +396,7 @@ def _answer(resumed: SessionResumed, ended: TranscriptTurn) -> Answer | None:
 
 
 def _end_of(resumed: SessionResumed, ended: TranscriptTurn) -> End:
-    """Return the ``end`` of a turn as far as the transcript records it."""
+    """Return the ``end`` of a turn, reconstructed from the transcript's record."""
     usage = ended.usage
     stats = TurnStats(
         ttft_ms=0.0,

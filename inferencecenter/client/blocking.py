@@ -10,7 +10,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
-from inferencecenter.client.answer import Answered
+from inferencecenter.client.answer import AnswerProperties
 from inferencecenter.client.client import Client as AsyncClient
 from inferencecenter.client.errors import failure
 from inferencecenter.core.errors import ErrorCode
@@ -88,14 +88,14 @@ class LoopThread:
             future.cancel()
             raise
 
-    def soon(self, callback: Callable[[], object]) -> None:
-        """Schedule a callback on the loop, in order; ignored once the loop is closed."""
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Schedule a callback on the loop; once the loop is closed it is ignored."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
         """Cancel running coroutines and join the thread."""
-        self.soon(self._closing.set)
+        self.call_soon(self._closing.set)
         self._thread.join()
 
     def _run(self) -> None:
@@ -380,7 +380,7 @@ class BlockingSession:
         self._thread.call(self._session.leave(failed=failed))
 
 
-class BlockingTurn(Answered):
+class BlockingTurn(AnswerProperties):
     """One turn, to be read once; iterating yields the answer's text as it arrives.
 
     Leaving the loop early aborts the turn; see ``inferencecenter.client.ClientTurn``.
@@ -427,7 +427,7 @@ class BlockingTurn(Answered):
             while (item := self._thread.call(following())) is not None:
                 yield item
         finally:
-            self._thread.soon(self._turn.leave)
+            self._thread.call_soon(self._turn.leave)
 
 
 Client = BlockingClient

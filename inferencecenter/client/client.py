@@ -156,7 +156,7 @@ class Client:
     async def close(self) -> None:
         """Close the socket. Sessions and their turns continue on the daemon; abandoned turns are aborted first."""
         if self._opened is not None:
-            await self._opened.drained(timeout_s=_DRAIN_S)
+            await self._opened.wait_drained(timeout_s=_DRAIN_S)
             await self._opened.close()
 
     @property
@@ -227,7 +227,7 @@ class Client:
         Raises:
             InferenceCenterError: ``session_not_found``, or ``daemon_unreachable``.
         """
-        await self._connection.until_connected()
+        await self._connection.wait_connected()
         session = self._connection.sessions.get(session_id) or ClientSession(self._connection, session_id, epoch=None)
         self._connection.attach(session)
         session.attach()

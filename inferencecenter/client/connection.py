@@ -1,4 +1,4 @@
-"""A connection to a daemon that survives its sockets: reconnects, matches replies to requests, events to sessions."""
+"""A connection to a daemon over successive sockets: reconnects, and routes replies to requests, events to sessions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Pending:
 class DaemonConnection:
     """Keeps one socket open, and routes requests, replies and session events over it.
 
-    One task reads from one socket after the other; it is the only writer of the connection's state.
+    One task reads from the successive sockets; only it changes the state of the connection.
 
     Args:
         address: Address and credential of the daemon.
@@ -143,7 +143,7 @@ class DaemonConnection:
         """Whether the socket is open and every session is restored."""
         return self._settled.is_set() and self.ended is None
 
-    async def until_connected(self) -> None:
+    async def wait_connected(self) -> None:
         """Wait until the socket is open and every session is restored.
 
         Raises:
@@ -154,7 +154,7 @@ class DaemonConnection:
             raise self.ended
 
     async def open(self) -> None:
-        """Open the first socket, on which there is nothing to restore, and start to read from it.
+        """Open the first socket, which has no sessions to restore, and start to read from it.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, ``forbidden`` or ``rate_limited``.
@@ -164,7 +164,7 @@ class DaemonConnection:
         self._tasks.spawn(self._run(transport), name="connection")
 
     async def close(self) -> None:
-        """End the connection, wake everything that waits, and close the socket."""
+        """End the connection, fail all waiting requests and turns, and close the socket."""
         if self.ended is None:
             self._end(failure(ErrorCode.DAEMON_UNREACHABLE, "the client was closed"))
         await self._tasks.cancel()
@@ -184,7 +184,7 @@ class DaemonConnection:
         Raises:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
-        await self.until_connected()
+        await self.wait_connected()
         return await self.request_unchecked(request, is_interim=is_interim)
 
     async def request_unchecked(self, request: Request, *, is_interim: Callable[[Event], bool] = _is_answer) -> Event:
@@ -193,7 +193,7 @@ class DaemonConnection:
         Raises:
             InferenceCenterError: See ``request``.
         """
-        request = self.numbered(request)
+        request = self.with_new_id(request)
         pending = _Pending(request, asyncio.get_running_loop().create_future(), is_interim)
         self._pending[str(request.id)] = pending
         try:
@@ -204,7 +204,7 @@ class DaemonConnection:
 
     # Interface for sessions.
 
-    def numbered(self, request: R) -> R:
+    def with_new_id(self, request: R) -> R:
         """Return the request with a new id."""
         return request.model_copy(update={"id": f"{self._name}-{next(self._ids)}"})
 
@@ -245,7 +245,7 @@ class DaemonConnection:
         task.add_done_callback(self._drains.discard)
         return task
 
-    async def drained(self, *, timeout_s: float) -> None:
+    async def wait_drained(self, *, timeout_s: float) -> None:
         """Wait until all abandoned turns have ended, as long as the connection is up."""
         if self._drains and self.connected:
             await asyncio.wait(self._drains, timeout=timeout_s)
@@ -284,10 +284,10 @@ class DaemonConnection:
     def _next_wait_s(self, backoff: ReconnectBackoff, error: InferenceCenterError) -> float | None:
         return backoff.next_wait_s(now=self.timing.monotonic(), retry_after_s=(error.retry_after_ms or 0) / 1000)
 
-    # One socket after the other.
+    # Successive sockets.
 
     async def _open_transport(self) -> Transport:
-        # Imported with the first socket, see there.
+        # Imported with the first socket: the WebSocket library takes as long to import as the rest of the client.
         from inferencecenter.client.transport import open_transport  # noqa: PLC0415
 
         transport = await open_transport(self._address)
@@ -297,7 +297,7 @@ class DaemonConnection:
         return transport
 
     async def _run(self, transport: Transport) -> None:
-        """Read from one socket after the other until the connection ends for good."""
+        """Read from successive sockets until the connection ends for good."""
         backoff = self.new_backoff()
         restoring: asyncio.Task[None] | None = None
         try:
@@ -307,7 +307,7 @@ class DaemonConnection:
                 if final or self._policy is None:
                     self._end(error)
                     return
-                self._cut()
+                self._on_disconnect()
                 now = self.timing.monotonic()
                 backoff.lost(now=now, up_s=now - opened_at)
                 try:
@@ -355,13 +355,13 @@ class DaemonConnection:
                 error = refusal
 
     async def _fail(self, error: InferenceCenterError) -> None:
-        """Close the socket, which is open but unusable, so that the connection is made anew."""
+        """Close an open but unusable socket, which causes a reconnect."""
         if self._transport is not None:
             self._failure = error
             await self._transport.close()
 
     def _end(self, error: InferenceCenterError) -> None:
-        """End for good: everything that waits fails."""
+        """End for good: all waiting requests and turns fail."""
         self.ended = error
         self._settled.set()
         for pending in self._pending.values():
@@ -385,7 +385,7 @@ class DaemonConnection:
         pending = self._pending.get(event.id or "")
         session = listener or self.sessions.get(str(getattr(event, "session_id", None)))
         if session is not None:
-            session.take(event, direct=listener is not None or pending is not None)
+            session.apply(event, direct=listener is not None or pending is not None)
         if pending is None or pending.answer.done():
             return
         if isinstance(event, Error):
@@ -393,10 +393,10 @@ class DaemonConnection:
         elif not pending.is_interim(event):
             pending.answer.set_result(event)
 
-    def _cut(self) -> None:
+    def _on_disconnect(self) -> None:
         """Handle the loss of the socket: requests that are not idempotent fail."""
         for session in self.sessions.values():
-            session.cut()
+            session.on_disconnect()
         for pending in self._pending.values():
             if not isinstance(pending.request, _REPEATABLE) and not pending.answer.done():
                 pending.answer.set_exception(outcome_unknown(pending.request.op))
@@ -431,7 +431,7 @@ class DaemonConnection:
             self.detach(session)
             session.fail(error)
         else:
-            await session.repeat_abort(resumed.turn_id)
+            await session.resend_abort(resumed.turn_id)
 
     async def _fill_gap(self, session: ClientSession) -> None:
         try:

@@ -85,19 +85,19 @@ class SequenceTracker:
         self.seq = event.seq
         return SequenceStatus.NEXT
 
-    def note(self, seq: int) -> None:
-        """Record an event that is accepted whatever its number, such as a direct reply."""
+    def record(self, seq: int) -> None:
+        """Record the number of an event that is accepted in any case, such as a direct reply."""
         self.seq = max(self.seq, seq)
 
     def resume(self, resumed: SessionResumed) -> None:
-        """Continue at the daemon's position: the same one, or the end of a history that was lost in part."""
+        """Continue at the daemon's position, which is later than this one if events were lost."""
         if not resumed.resumed:
             self.seq = resumed.seq
         self.epoch = resumed.epoch
         self._resumed_after = self.seq
 
-    def forget(self) -> None:
-        """Reset: another connection receives the events, so the next event here starts anew."""
+    def reset(self) -> None:
+        """Forget the position, because another connection receives the events; any next event is accepted."""
         self.epoch = None
         self.seq = 0
         self._resumed_after = 0
@@ -198,8 +198,10 @@ class ClientSession:
             for reader in list(self._readers):
                 await reader.abort()
             return
-        await self._connection.until_connected()
-        await self._connection.send(self._connection.numbered(requests.Abort(op="abort", session_id=self.session_id)))
+        await self._connection.wait_connected()
+        await self._connection.send(
+            self._connection.with_new_id(requests.Abort(op="abort", session_id=self.session_id))
+        )
 
     async def read(self) -> Session:
         """Return the daemon's full record of the session: transcript, turns, parameters, tokens.
@@ -226,7 +228,7 @@ class ClientSession:
         request = new_request(
             requests.CallMcpTool, session_id=self.session_id, call_id=call_id, server=server, tool=tool
         )
-        await self.settled()
+        await self.wait_settled()
         answer = await self._connection.request(
             request, is_interim=lambda event: isinstance(event, McpCall) and event.call_state == "running"
         )
@@ -239,7 +241,7 @@ class ClientSession:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = new_request(requests.Append, session_id=self.session_id, messages=list(messages))
-        await self.settled()
+        await self.wait_settled()
         return expect(await self._connection.request(request), Appended)
 
     async def fork(self, turn: str | None = None, *, load_timeout_s: float = LOAD_TIMEOUT_S) -> ClientSession:
@@ -254,7 +256,7 @@ class ClientSession:
                 ``daemon_unreachable``.
         """
         request = new_request(requests.ForkSession, session_id=self.session_id, turn=turn)
-        await self.settled()
+        await self.wait_settled()
         retry = self._connection.retry_policy(load_timeout_s=load_timeout_s)
         created = await retry.run(lambda: self._connection.request(request))
         return ClientSession.opened(self._connection, expect(created, SessionCreated))
@@ -266,7 +268,7 @@ class ClientSession:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = new_request(requests.RewindSession, session_id=self.session_id, turn=turn)
-        await self.settled()
+        await self.wait_settled()
         return expect(await self._connection.request(request), SessionRewound)
 
     async def set_metadata(self, metadata: Mapping[str, str]) -> MetadataSet:
@@ -288,7 +290,7 @@ class ClientSession:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = new_request(requests.SetModel, session_id=self.session_id, model=model)
-        await self.settled()
+        await self.wait_settled()
         return expect(await self._connection.request(request), ModelSet)
 
     async def close(self) -> None:
@@ -297,7 +299,7 @@ class ClientSession:
         Raises:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
-        await self._connection.until_connected()
+        await self._connection.wait_connected()
         n_sockets = self._connection.n_sockets
         try:
             await self._connection.request(requests.CloseSession(op="close_session", session_id=self.session_id))
@@ -311,7 +313,7 @@ class ClientSession:
         """Close the session at the end of its block; ignored if it no longer exists.
 
         Args:
-            failed: The block raised an error, which takes precedence: a lost connection then leaves the session open.
+            failed: Whether the block raised an error, which takes precedence over one of the connection.
 
         Raises:
             InferenceCenterError: The daemon's refusal, if the block did not fail.
@@ -335,7 +337,7 @@ class ClientSession:
         task.add_done_callback(self._drains.discard)
         return task
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Wait until abandoned turns have ended: a session runs one turn at a time."""
         if self._drains:
             await asyncio.wait(self._drains)
@@ -353,22 +355,22 @@ class ClientSession:
             op="resume_session", session_id=self.session_id, epoch=epoch, last_seq=seq if epoch is not None else 0
         )
 
-    def cut(self) -> None:
+    def on_disconnect(self) -> None:
         """Handle the loss of the socket: ignore events until ``session_resumed``."""
         self._missing = True
 
-    def take(self, event: Event, *, direct: bool) -> None:
+    def apply(self, event: Event, *, direct: bool) -> None:
         """Apply an event of this session.
 
         Args:
             event: The event.
-            direct: It replies to a request of this client, and is accepted whatever its number.
+            direct: Whether it replies to a request of this client; it is then accepted with any number.
         """
         match event:
             case SessionResumed():
                 self._resumed(event)
             case SessionDetached():
-                self._position.forget()
+                self._position.reset()
                 self._connection.detach(self)
                 self.fail(SessionTakenOverError(self.session_id))
             case SessionEvent() | Error(seq=int()):
@@ -382,13 +384,13 @@ class ClientSession:
             self._end("the session was closed elsewhere")
 
     def fail(self, error: InferenceCenterError) -> None:
-        """Raise the error in every reader of a turn of this session."""
+        """Fail every reader of a turn of this session with the error."""
         self._deliver(error)
 
-    async def repeat_abort(self, running: str | None) -> None:
+    async def resend_abort(self, running: str | None) -> None:
         """Send a pending abort again if its turn is still the running one."""
         for reader in list(self._readers):
-            await reader.repeat_abort(running)
+            await reader.resend_abort(running)
 
     def begin_reading(self, reader: TurnReader) -> None:
         """Route events to a turn reader."""
@@ -428,7 +430,7 @@ class ClientSession:
         """Return whether the event is new; request the replay of missing events before it."""
         if direct:
             if not self._missing and event.seq is not None:
-                self._position.note(event.seq)
+                self._position.record(event.seq)
             return True
         if self._missing:
             return False

@@ -8,7 +8,7 @@ from collections import deque
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from inferencecenter.client.answer import Answer, Answered, StreamState
+from inferencecenter.client.answer import Answer, AnswerProperties, StreamState
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import Token
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Abort(Enum):
-    """Whether the turn is to be aborted, and whether the abort was sent on the current socket."""
+    """Whether the turn is to be aborted, and whether ``abort`` was sent on the current socket."""
 
     UNWANTED = auto()
     WANTED = auto()
@@ -109,54 +109,54 @@ class TurnReader:
     async def abort(self) -> None:
         """Abort the turn, now or as soon as the connection is restored."""
         self._abort = _Abort.WANTED
-        # An abort without a turn id would end whichever turn runs; if this one is refused, that is another one.
+        # Without a turn id the daemon would abort the running turn, which is another one if this one is refused.
         if self._stream.turn_id is not None and self._connection.connected:
             await self._send_abort()
 
-    async def repeat_abort(self, running: str | None) -> None:
+    async def resend_abort(self, running: str | None) -> None:
         """After a reconnect, send the abort again if the turn is still running."""
         if self._abort is _Abort.WANTED and running is not None and running == self._stream.turn_id:
             await self._send_abort()
 
     async def _read(self) -> None:
         stream = self._stream
-        # Queued events may change whether and what to send.
-        if stream.due and self._inbox.empty():
+        # Queued events come first: they may change whether and what to send.
+        if stream.must_send and self._inbox.empty():
             await self._send_infer()
             return
         item = await self._inbox.get()
         if isinstance(item, InferenceCenterError):
             raise item
-        self._ready.extend(stream.take(item))
-        if stream.over:
+        self._ready.extend(stream.apply(item))
+        if stream.is_over:
             self.close()
         elif self._abort is _Abort.WANTED and stream.state is StreamState.RUNNING:
             await self.abort()
 
     async def _send_infer(self) -> None:
         """Send ``infer`` (again), after a delay if the daemon refused it temporarily."""
-        assert self._infer is not None, "a followed turn is never due"
+        assert self._infer is not None, "a followed turn sends no request"
         if self._stream.refusal is not None:
             self._backoff = self._backoff or self._connection.new_backoff()
             await self._connection.pause(self._backoff, self._stream.refusal)
-        await self._connection.until_connected()
+        await self._connection.wait_connected()
         if not self._inbox.empty():
             return
         self._ignore_answers()
-        request = self._connection.numbered(self._infer)
+        request = self._connection.with_new_id(self._infer)
         self._request_id = str(request.id)
         self._stream.requested(self._request_id)
         self._connection.register_listener(self._request_id, self._session)
         try:
             await self._connection.send(request)
         except BaseException:
-            self._stream.due = True  # cancelled: it may not have been sent
+            self._stream.must_send = True  # cancelled: it may not have been sent
             raise
 
     async def _send_abort(self) -> None:
         self._abort = _Abort.SENT
         abort = requests.Abort(op="abort", session_id=self._session.session_id, turn_id=self._stream.turn_id)
-        await self._connection.send(self._connection.numbered(abort))
+        await self._connection.send(self._connection.with_new_id(abort))
 
     def _ignore_answers(self) -> None:
         if self._request_id is not None:
@@ -166,7 +166,7 @@ class TurnReader:
 T_co = TypeVar("T_co", covariant=True)
 
 
-class ClientTurn(Answered):
+class ClientTurn(AnswerProperties):
     """One turn, to be read once, made by ``ClientSession.infer`` or ``ClientSession.follow``.
 
     Iterating yields the answer's text as it arrives. The request is sent when the first piece is read. Leaving the loop
@@ -281,7 +281,7 @@ class ClientTurn(Answered):
     async def _next_event(self) -> TurnStreamEvent | None:
         while not self._over:
             if self._reader is None:
-                await self._session.settled()
+                await self._session.wait_settled()
                 self._reader = self._begin()
             try:
                 event = None if self._reader is None else await self._reader.next()
@@ -291,7 +291,7 @@ class ClientTurn(Answered):
             if event is None:
                 self._over = True
             else:
-                self.answer.take(event)
+                self.answer.apply(event)
             return event
         return None
 

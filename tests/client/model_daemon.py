@@ -150,7 +150,7 @@ class ModelClient:
 
     def send_if_due(self, *, arrives: bool = True) -> None:
         """Send ``infer`` if the stream requests it; it may be lost in flight."""
-        if self.stream.due and not self.stream.over and not self.inbound:
+        if self.stream.must_send and not self.stream.is_over and not self.inbound:
             self.n_asked += 1
             self.stream.requested(f"c{self.n_asked}")
             if arrives:
@@ -160,8 +160,8 @@ class ModelClient:
         """Take some of the frames in flight."""
         for _ in range(min(n_frames, len(self.inbound))):
             event = self.inbound.pop(0)
-            if not self.stream.over and self._counts(event):
-                self.events += self.stream.take(event)
+            if not self.stream.is_over and self._counts(event):
+                self.events += self.stream.apply(event)
 
     def disconnect(self, happens: Callable[[], None], *, joined: bool) -> None:
         """Lose the socket with the frames in flight, let the daemon continue, and reconnect."""
@@ -179,7 +179,7 @@ class ModelClient:
         assert event.seq is not None
         if event.id is not None and event.id == f"c{self.n_asked}":
             if not self.missing:
-                self.position.note(event.seq)
+                self.position.record(event.seq)
             return True
         if self.missing:
             return False

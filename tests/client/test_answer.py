@@ -45,7 +45,7 @@ def test_answer_is_assembled() -> None:
     """Reasoning, text, tool calls and the finish reason."""
     answer = Answer()
     for event in (queued(), *EVENTS, end_of_turn()):
-        answer.take(event)
+        answer.apply(event)
     assert (answer.content, answer.reasoning, answer.tool_calls) == ("Let me see.", "Hm.", (WEATHER, CLOCK))
     assert answer.end == end_of_turn()
     assert result(WEATHER, "5 °C") == ChatMessage(role="tool", content="5 °C", tool_call_id="call_0")
@@ -57,24 +57,24 @@ def test_missing_part_follows_the_known_part(cut_at: int, known: int) -> None:
     cut_at, known = sorted((cut_at, known))
     before, whole = Answer(), Answer()
     for event in EVENTS[:cut_at]:
-        before.take(event)
+        before.apply(event)
     for event in EVENTS[:known]:
-        whole.take(event)
+        whole.apply(event)
     for event in before.missing(whole, session_id="s", turn_id="t", seq=9):
-        before.take(event)
+        before.apply(event)
     assert (before.content, before.reasoning, before.tool_calls) == (whole.content, whole.reasoning, whole.tool_calls)
 
 
 def test_running_turn_catches_up() -> None:
     """The resume answer has reasoning and calls so far, and live events continue the stream."""
     stream = running()
-    yielded = [event for given in EVENTS[:-4] for event in stream.take(given)]
+    yielded = [event for given in EVENTS[:-4] for event in stream.apply(given)]
     snapshot = events_lost(turn_id="t", content="Let me see.", reasoning="Hm.", tool_calls=(WEATHER, CLOCK))
-    yielded += stream.take(snapshot)
-    yielded += stream.take(end_of_turn(seq=30))
+    yielded += stream.apply(snapshot)
+    yielded += stream.apply(end_of_turn(seq=30))
     answer = Answer()
     for event in yielded:
-        answer.take(event)
+        answer.apply(event)
     assert answer.tool_calls == (WEATHER, CLOCK)
     assert answer.end is not None
 
@@ -82,13 +82,13 @@ def test_running_turn_catches_up() -> None:
 def test_ended_turn_is_completed_from_the_transcript() -> None:
     """A truncated call is absent there, which is no contradiction."""
     stream = sent_stream()
-    list(stream.take(queued()))
+    list(stream.apply(queued()))
     for event in EVENTS[:-1]:
-        list(stream.take(event))
+        list(stream.apply(event))
     last = ChatMessage(role="assistant", content="Let me see.", reasoning="Hm.", tool_calls=(WEATHER,))
     transcript = (ChatMessage(role="user", content="?"), last)
-    assert list(stream.take(events_lost(transcript=transcript, turns=(ended("t", 2, "aborted"),)))) == []
-    assert stream.due
+    assert list(stream.apply(events_lost(transcript=transcript, turns=(ended("t", 2, "aborted"),)))) == []
+    assert stream.must_send
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_changed_answer_is_rejected(fields: dict[str, object]) -> None:
     """The shown part must be a prefix of the answer, for each kind."""
     stream = running()
     for event in EVENTS:
-        list(stream.take(event))
+        list(stream.apply(event))
     snapshot = events_lost(
         **({"turn_id": "t", "content": "Let me see.", "reasoning": "Hm.", "tool_calls": ()} | fields)
     )
     with pytest.raises(InferenceCenterError) as caught:
-        list(stream.take(snapshot))
+        list(stream.apply(snapshot))
     assert caught.value.code is ErrorCode.INTERNAL
 
 

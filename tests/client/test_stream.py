@@ -73,9 +73,9 @@ def sent_stream() -> TurnStream:
 def running(*pieces: str) -> TurnStream:
     """A stream of turn ``t`` that has shown these pieces."""
     stream = sent_stream()
-    assert list(stream.take(queued()))
+    assert list(stream.apply(queued()))
     for piece in pieces:
-        assert list(stream.take(token(piece)))
+        assert list(stream.apply(token(piece)))
     return stream
 
 
@@ -91,7 +91,7 @@ class RandomDisconnects(RuleBasedStateMachine):
     @rule(arrives=st.booleans())
     def send(self, arrives: bool) -> None:
         """The client sends what is due; a lost frame is followed by the loss of its socket."""
-        was_due = self.client.stream.due and not self.client.inbound
+        was_due = self.client.stream.must_send and not self.client.inbound
         self.client.send_if_due(arrives=arrives)
         if was_due and not arrives:
             self.client.disconnect(lambda: None, joined=False)
@@ -119,11 +119,11 @@ class RandomDisconnects(RuleBasedStateMachine):
 
         self.client.disconnect(run_daemon, joined=joined)
 
-    @precondition(lambda self: self.client.stream.over)
+    @precondition(lambda self: self.client.stream.is_over)
     @rule()
     def ended_stream_sends_nothing(self) -> None:
         """An ended stream requests nothing."""
-        assert not self.client.stream.due
+        assert not self.client.stream.must_send
 
     @invariant()
     def shown_text_is_a_prefix(self) -> None:
@@ -139,7 +139,7 @@ class RandomDisconnects(RuleBasedStateMachine):
             self.client.send_if_due()
             self.client.read(100)
             self.client.inbound += self.daemon.step()
-        assert self.client.stream.over
+        assert self.client.stream.is_over
         assert self.client.text == "".join(self.daemon.pieces)
         assert [type(event) for event in self.client.events].count(End) == 1
         assert isinstance(self.client.events[-1], End)
@@ -168,7 +168,7 @@ def test_turn_failed_while_disconnected_raises_once(text: str, at: int, forgotte
     with pytest.raises(InferenceCenterError) as caught:
         client.read(100)
     assert caught.value.code is (ErrorCode.TURN_NOT_FOUND if forgotten else ErrorCode.INTERNAL)
-    assert client.stream.over
+    assert client.stream.is_over
     assert daemon.turns_begun == 1
 
 
@@ -178,9 +178,9 @@ def test_undisturbed_turn_is_passed_through() -> None:
     progress = Progress(session_id="s", seq=2, turn_id="t", done=1, total=2)
     taken = [queued(), progress, token("a"), token("b"), end()]
     others = [token("x", turn_id="t0"), queued("t9", request_id="c9"), refusal("internal", request_id="c9")]
-    given_out = [event for given in (*others, *taken[:2], *others, *taken[2:]) for event in stream.take(given)]
+    given_out = [event for given in (*others, *taken[:2], *others, *taken[2:]) for event in stream.apply(given)]
     assert given_out == taken
-    assert stream.over
+    assert stream.is_over
     assert stream.turn_id == "t"
 
 
@@ -188,18 +188,18 @@ def test_changed_answer_is_rejected() -> None:
     """A daemon that breaks the prefix guarantee causes an error."""
     stream = running("Hel")
     with pytest.raises(InferenceCenterError, match="not a prefix of its answer") as caught:
-        list(stream.take(events_lost(turn_id="t", content="Yes")))
+        list(stream.apply(events_lost(turn_id="t", content="Yes")))
     assert caught.value.code is ErrorCode.INTERNAL
-    assert stream.over
+    assert stream.is_over
 
 
 def test_running_turn_continues_after_the_shown_text() -> None:
     """Without the missed events only the new part of the text is yielded."""
     stream = running("Hel")
-    assert [event.content for event in stream.take(events_lost(turn_id="t", content="Hello"))] == ["lo"]  # type: ignore[union-attr]
-    assert list(stream.take(events_lost(turn_id="t", content="Hello"))) == []
-    assert list(stream.take(KEPT)) == []
-    assert not stream.due
+    assert [event.content for event in stream.apply(events_lost(turn_id="t", content="Hello"))] == ["lo"]  # type: ignore[union-attr]
+    assert list(stream.apply(events_lost(turn_id="t", content="Hello"))) == []
+    assert list(stream.apply(KEPT)) == []
+    assert not stream.must_send
 
 
 def test_ended_turn_is_completed_from_the_transcript() -> None:
@@ -207,14 +207,14 @@ def test_ended_turn_is_completed_from_the_transcript() -> None:
     stream = running("He")
     messages = (*transcript("Before.", "Hello"), ChatMessage(role="user", content="appended later"))
     turns = (ended("t0", 2), ended("t", 4))
-    assert [event.content for event in stream.take(events_lost(transcript=messages, turns=turns))] == ["llo"]  # type: ignore[union-attr]
-    assert (stream.state, stream.due) == (StreamState.ENDING, True)
-    assert list(stream.take(KEPT)) == []
-    assert stream.due, "disconnected again before the end came"
+    assert [event.content for event in stream.apply(events_lost(transcript=messages, turns=turns))] == ["llo"]  # type: ignore[union-attr]
+    assert (stream.state, stream.must_send) == (StreamState.ENDING, True)
+    assert list(stream.apply(KEPT)) == []
+    assert stream.must_send, "disconnected again before the end came"
     stream.requested("c2")
-    assert list(stream.take(end(request_id="c1"))) == [], "an answer to an earlier frame"
-    assert [type(event) for event in stream.take(end(request_id="c2"))] == [End]
-    assert stream.over
+    assert list(stream.apply(end(request_id="c1"))) == [], "an answer to an earlier frame"
+    assert [type(event) for event in stream.apply(end(request_id="c2"))] == [End]
+    assert stream.is_over
 
 
 @pytest.mark.parametrize("messages", [2, 0, 9])
@@ -222,7 +222,7 @@ def test_discarded_turn_is_not_completed(messages: int) -> None:
     """The previous turn's messages are not taken for its own."""
     stream = running()
     turns = (ended("t0", 2), ended("t", messages, "aborted"))
-    assert list(stream.take(events_lost(transcript=transcript("Before."), turns=turns))) == []
+    assert list(stream.apply(events_lost(transcript=transcript("Before."), turns=turns))) == []
     assert stream.state is StreamState.ENDING
 
 
@@ -230,37 +230,37 @@ def test_vanished_turn_is_lost() -> None:
     """A failed or rewound turn is neither running nor in the transcript."""
     stream = running("He")
     with pytest.raises(InferenceCenterError, match="rest of turn t is lost") as caught:
-        list(stream.take(events_lost(transcript=transcript("Other."), turns=(ended("t0", 2),))))
+        list(stream.apply(events_lost(transcript=transcript("Other."), turns=(ended("t0", 2),))))
     assert caught.value.code is ErrorCode.TURN_NOT_FOUND
 
 
 def test_forgotten_key_is_not_accepted() -> None:
     """The daemon would run the turn again, so its answer is not the end."""
     stream = running()
-    list(stream.take(events_lost(transcript=transcript(""), turns=(ended("t", 2),))))
+    list(stream.apply(events_lost(transcript=transcript(""), turns=(ended("t", 2),))))
     stream.requested("c2")
     with pytest.raises(InferenceCenterError, match="no longer has it"):
-        list(stream.take(queued("t2", request_id="c2")))
+        list(stream.apply(queued("t2", request_id="c2")))
 
 
 def test_turn_of_another_client_is_not_adopted() -> None:
     """The request id tells whether the running turn belongs to the unacknowledged request."""
     stream = sent_stream()
-    list(stream.take(events_lost(turn_id="theirs", content="Theirs")))
+    list(stream.apply(events_lost(turn_id="theirs", content="Theirs")))
     stream.requested("c2")
-    assert list(stream.take(token(" goes on", turn_id="theirs"))) == []
+    assert list(stream.apply(token(" goes on", turn_id="theirs"))) == []
     with pytest.raises(InferenceCenterError) as caught:
-        list(stream.take(refusal("session_busy", request_id="c2")))
+        list(stream.apply(refusal("session_busy", request_id="c2")))
     assert caught.value.code is ErrorCode.SESSION_BUSY
 
 
 def test_unacknowledged_running_turn_is_adopted() -> None:
     """Once it has an id, its text so far comes first, then the events since."""
     stream = sent_stream()
-    list(stream.take(events_lost(turn_id="t", content="Hel")))
+    list(stream.apply(events_lost(turn_id="t", content="Hel")))
     stream.requested("c2")
-    list(stream.take(token("lo", seq=21)))
-    given_out = list(stream.take(queued(seq=22, request_id="c2")))
+    list(stream.apply(token("lo", seq=21)))
+    given_out = list(stream.apply(queued(seq=22, request_id="c2")))
     assert "".join(event.content for event in given_out if isinstance(event, Token)) == "Hello"
     assert isinstance(given_out[-1], Queued)
 
@@ -268,31 +268,31 @@ def test_unacknowledged_running_turn_is_adopted() -> None:
 def test_starting_daemon_is_retried_after_a_reconnect_only() -> None:
     """A first request is refused, and so is a final error."""
     with pytest.raises(InferenceCenterError):
-        list(sent_stream().take(refusal("model_loading")))
+        list(sent_stream().apply(refusal("model_loading")))
     stream = sent_stream()
-    list(stream.take(KEPT))
+    list(stream.apply(KEPT))
     stream.requested("c2")
-    assert list(stream.take(refusal("model_loading", request_id="c2"))) == []
-    assert stream.due
+    assert list(stream.apply(refusal("model_loading", request_id="c2"))) == []
+    assert stream.must_send
     assert stream.refusal is not None
     stream.requested("c3")
     assert stream.refusal is None
     with pytest.raises(InferenceCenterError):
-        list(stream.take(refusal("session_busy", request_id="c3")))
-    assert stream.over
+        list(stream.apply(refusal("session_busy", request_id="c3")))
+    assert stream.is_over
 
 
 def test_followed_turn() -> None:
     """Its text so far comes first; if it ends while disconnected, its end has no times but a warning."""
     stream = TurnStream.following("s", "t")
-    assert not stream.due
-    assert [event.content for event in stream.take(events_lost(turn_id="t", content="Hel"))] == ["Hel"]  # type: ignore[union-attr]
-    *rest, last = stream.take(events_lost(transcript=transcript("Hello"), turns=(ended("t", 2, "length"),)))
+    assert not stream.must_send
+    assert [event.content for event in stream.apply(events_lost(turn_id="t", content="Hel"))] == ["Hel"]  # type: ignore[union-attr]
+    *rest, last = stream.apply(events_lost(transcript=transcript("Hello"), turns=(ended("t", 2, "length"),)))
     assert [event.content for event in rest] == ["lo"]  # type: ignore[union-attr]
     assert isinstance(last, End)
     assert (last.finish_reason, last.usage.completion_tokens, last.stats.tokens) == ("length", 2, 2)
     assert "timings" in last.warnings[0]
-    assert stream.over
+    assert stream.is_over
     assert "t, OVER" in repr(stream)
 
 
@@ -304,14 +304,14 @@ def test_sequence_numbers() -> None:
     assert position.admit(token("joined", seq=5)) is SequenceStatus.NEXT
     assert position.admit(end(seq=7)) is SequenceStatus.AFTER_A_GAP
     assert repr(position) == "SequenceTracker(e, 5)"
-    position.note(3)
+    position.record(3)
     assert position.seq == 5
 
 
 def test_persistent_gap_is_accepted() -> None:
     """Events missing right after a resume were not meant for this client."""
     position = SequenceTracker("e")
-    position.note(5)
+    position.record(5)
     position.resume(KEPT)
     assert position.seq == 5
     assert position.admit(end(seq=7)) is SequenceStatus.NEXT
@@ -321,9 +321,9 @@ def test_persistent_gap_is_accepted() -> None:
 def test_position_is_reset() -> None:
     """After lost events the daemon's numbers apply; after a takeover any number is new."""
     position = SequenceTracker("e")
-    position.note(50)
+    position.record(50)
     position.resume(events_lost())
     assert (position.epoch, position.seq) == ("e2", 20)
-    position.forget()
+    position.reset()
     assert position.epoch is None
     assert position.admit(end(seq=3)) is SequenceStatus.NEXT

@@ -377,7 +377,7 @@ async def test_leaving_during_backoff_sends_nothing(scripted: Start) -> None:
         await waiting.wait()
         pending.cancel()
         await asyncio.wait([pending])
-        await session.settled()
+        await session.wait_settled()
         assert await client.models() == ()
 
 

@@ -76,7 +76,7 @@ async def test_tool_call_resumes_in_the_next_daemon(tmp_path: Path, demo_model_p
             session = await client.create_session()
             stream = session.infer(QUESTION, params=GREEDY, tools=[WEATHER])
             async for event in stream.events():
-                whole.take(event)
+                whole.apply(event)
                 if isinstance(event, ToolCall) and event.arguments and second is None:
                     first.process.kill()
                     first.process.wait()
