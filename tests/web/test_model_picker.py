@@ -85,6 +85,15 @@ async def test_model_of_a_new_chat(browser: Browser, house: Daemon) -> None:
         assert told["model"] == "other"
 
 
+async def test_models_fit_on_a_phone(browser: Browser, house: Daemon) -> None:
+    """The list is within the screen, and nothing scrolls sideways when it gets the focus."""
+    async with signed_in(browser, house, viewport=PHONE, is_mobile=True, has_touch=True) as visit:
+        await opener(visit).tap()
+        await expect(visit.page.get_by_role("listbox", name="Model")).to_be_focused()
+        await expect(visit.page.locator(".picker")).to_be_in_viewport(ratio=1)
+        await expect(visit.button("Conversations")).to_be_in_viewport(ratio=1)
+
+
 async def test_model_of_an_open_conversation(browser: Browser, house: Daemon) -> None:
     """It answers from the next message on, and knows those before; other tabs follow, and a reload keeps it."""
     async with signed_in(browser, house) as visit, signed_in(browser, house) as tab:

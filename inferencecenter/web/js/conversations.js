@@ -5,7 +5,7 @@ import { batch, effect, signal } from "../vendor/signals-core.js";
 import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
 import { dropDraft, moveDraft } from "./drafts.js";
 import { number, t } from "./i18n.js";
-import { enlist, mark, noteModel, readList, readUsage, rename, sessions, strike, titleOfSession, touch, unread, usage } from "./list.js";
+import { enlist, mark, missEvents, noteModel, readList, readUsage, rename, sessions, strike, titleOfSession, touch, unread, usage } from "./list.js";
 import { dropSpeeds, noteSpeed } from "./storage.js";
 import { attempt, failure, hello, link, view } from "./state.js";
 import { versionFields, versionsOf } from "./versions.js";
@@ -323,6 +323,7 @@ async function refresh(there) {
 function followLink(made, state) {
   if (made !== link.peek()) return;
   if (state !== "open") {
+    missEvents();
     for (const session of open.values()) session.cut();
     return;
   }

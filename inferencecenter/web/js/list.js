@@ -23,30 +23,33 @@ export const full = computed(() => usage.value !== null && usage.value.stored_ch
 export const unread = signal(/** @type {ReadonlySet<string>} */ (new Set(kept("unread", []))));
 
 const LIST_LIMIT = 1000;
+/** Of the page that is read first: it fills the view, and has what changed since the list was read. */
+const RECENT_LIMIT = 100;
+/** Whether the whole list was read, and events have told of changes since. */
+let isComplete = false;
+
+/** Has the whole list read again: events were missed. */
+export function missEvents() {
+  isComplete = false;
+}
 
 /**
  * Reads the list again; returns whether that succeeded.
+ *
+ * The conversations used last come first. The others follow where they are not known yet, or may have changed.
  *
  * @param {import("./wire/link.js").Link} there
  */
 export async function readList(there) {
   try {
-    /** @type {Summary[]} */
-    const found = [];
-    /** @type {string | undefined} */
-    let after;
     /** @type {import("./wire/types.js").SessionsEvent} */
-    let page;
-    do {
-      page = await there.request("list_sessions", { limit: LIST_LIMIT, ...(after && { after }) });
-      found.push(...page.sessions);
-      after = page.next;
-    } while (after);
-    const used = page.session_usage ?? null;
-    batch(() => {
-      sessions.value = latestFirst(found);
-      usage.value = used;
-    });
+    const recent = await there.request("list_sessions", { limit: RECENT_LIMIT, order: "recent" });
+    const known = sessions.peek() ?? [];
+    const merged = recent.next === undefined ? recent.sessions : withRecent(known, recent.sessions);
+    const isWhole = recent.next === undefined || (isComplete && reachesKnown(merged, known, recent));
+    setList(merged, recent.session_usage);
+    if (!isWhole) setList(await readAll(there), recent.session_usage);
+    isComplete = true;
     for (const id of unread.peek()) if (!summaryOf(id)) mark(id, false);
     return true;
   } catch (error) {
@@ -54,6 +57,59 @@ export async function readList(there) {
     console.info("cannot read the list of sessions:", asWireError(error).message);
     return false;
   }
+}
+
+/**
+ * Returns all sessions, by creation: in this order none is passed over because it is used meanwhile.
+ *
+ * @param {import("./wire/link.js").Link} there
+ */
+async function readAll(there) {
+  /** @type {Summary[]} */
+  const found = [];
+  /** @type {string | undefined} */
+  let after;
+  do {
+    /** @type {import("./wire/types.js").SessionsEvent} */
+    const page = await there.request("list_sessions", { limit: LIST_LIMIT, ...(after && { after }) });
+    found.push(...page.sessions);
+    after = page.next;
+  } while (after);
+  return found;
+}
+
+/**
+ * @param {readonly Summary[]} known
+ * @param {readonly Summary[]} recent
+ */
+function withRecent(known, recent) {
+  const ids = new Set(recent.map((each) => each.session_id));
+  return [...recent, ...known.filter((each) => !ids.has(each.session_id))];
+}
+
+/**
+ * Returns whether the known sessions with the recently used ones are all, as they are: none is missing or too many, and
+ * the recently used ones reach back to one that has not changed.
+ *
+ * @param {readonly Summary[]} merged
+ * @param {readonly Summary[]} known
+ * @param {import("./wire/types.js").SessionsEvent} recent
+ */
+function reachesKnown(merged, known, { sessions: read, session_usage: used }) {
+  const last = read.at(-1);
+  const before = known.find((each) => each.session_id === last?.session_id);
+  return used !== undefined && merged.length === used.live + used.archived && before?.last_used_at === last?.last_used_at;
+}
+
+/**
+ * @param {readonly Summary[]} list
+ * @param {import("./wire/types.js").SessionUsage} [used]
+ */
+function setList(list, used) {
+  batch(() => {
+    sessions.value = latestFirst(list);
+    usage.value = used ?? null;
+  });
 }
 
 /** Reads how much of its limits the client uses. */

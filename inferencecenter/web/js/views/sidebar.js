@@ -1,6 +1,6 @@
 // @ts-check
 import { number, t } from "../i18n.js";
-import { Fragment, html, useRef, useState } from "../ui.js";
+import { Fragment, html, useEffect, useRef, useState } from "../ui.js";
 import { current, isAnswering, newChat, openSession, remove } from "../conversations.js";
 import { full, rename, sessions, unread, usage } from "../list.js";
 import { rootOf, versionsOf, withoutVersions } from "../versions.js";
@@ -13,6 +13,8 @@ import { Lazy } from "./lazy.js";
 
 const foundViews = () => import("./found.js");
 const DAY_MS = 86_400_000;
+/** Conversations that are added to the list at a time. */
+const WINDOW = 100;
 /** Shares of the limits from which they are shown. */
 const NEARLY_ACTIVE = 7 / 8;
 const NEARLY_STORED = 0.9;
@@ -36,9 +38,14 @@ export function focusSearch() {
  */
 export function Sidebar({ open, onClose }) {
   const [filter, setFilter] = useState("");
+  const [count, setCount] = useState(WINDOW);
   const list = sessions.value;
   const wanted = filter.trim().toLowerCase();
   const found = withoutVersions(list ?? []).filter((each) => titleOf(each).toLowerCase().includes(wanted));
+  const type = (/** @type {any} */ event) => {
+    setFilter(event.target.value);
+    setCount(WINDOW);
+  };
   const start = () => {
     newChat();
     onClose();
@@ -55,11 +62,11 @@ export function Sidebar({ open, onClose }) {
         <${Icon} name="plus" /> ${t("chat.new")}
       </button>
       <input type="search" class="filter" placeholder=${t("list.search")} title=${t("keys.search")} aria-label=${t("list.search_label")}
-        value=${filter} onInput=${(/** @type {any} */ event) => setFilter(event.target.value)} />
+        value=${filter} onInput=${type} />
       <div class="sidebar-list" onKeyDown=${moveFocus}>
         ${list === null && html`<p class="hint">${t("notice.loading")}</p>`}
         ${list?.length === 0 && html`<p class="hint">${t("list.empty")}</p>`}
-        ${byAge(found, Date.now()).map(
+        ${byAge(found.slice(0, count), Date.now()).map(
           ([age, group]) => html`
             <${Fragment} key=${age}>
               <h2>${age}</h2>
@@ -69,12 +76,25 @@ export function Sidebar({ open, onClose }) {
             <//>
           `,
         )}
+        ${found.length > count && html`<${More} key=${count} onReach=${() => setCount(count + WINDOW)} />`}
         ${wanted && html`<${Lazy} load=${foundViews} name="Found" words=${wanted} hasTitles=${found.length > 0} onClose=${onClose} />`}
       </div>
       <${Limits} />
       <${Foot} onClose=${onClose} />
     </nav>
   `;
+}
+
+/** @param {{onReach: () => void}} props  Called when the end of what is listed is nearly in view. */
+function More({ onReach }) {
+  const ref = useRef(/** @type {HTMLElement | null} */ (null));
+  useEffect(() => {
+    const end = /** @type {HTMLElement} */ (ref.current);
+    const observer = new IntersectionObserver(([seen]) => seen.isIntersecting && onReach(), { root: end.parentElement, rootMargin: "0px 0px 100%" });
+    observer.observe(end);
+    return () => observer.disconnect();
+  }, []);
+  return html`<div class="more" ref=${ref}></div>`;
 }
 
 /** @param {{summary: Summary, onClose: () => void}} props */
