@@ -99,3 +99,25 @@ async def test_pages_of_results_follow(browser: Browser, echo: Daemon) -> None:
         await visit.button("Show more").click()
         await expect(entry).to_have_count(N_RESULTS)
         await expect(visit.button("Show more")).to_have_count(0)
+
+
+async def test_versions_with_the_same_text_are_one_result(browser: Browser, echo: Daemon) -> None:
+    """A version is listed where its text differs."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("A quokka")
+        await visit.answered()
+        await visit.ask("Something else")
+        await visit.answered(count=2)
+        await visit.button("Regenerate").click()
+        await expect(visit.page.get_by_role("group", name="Versions")).to_contain_text("2/2")
+        await visit.answered(count=2)
+        await visit.button("Edit", inside=visit.questions.last).click()
+        await visit.page.get_by_role("textbox", name="Edit the message").fill("Else a wombat")
+        await visit.page.keyboard.press("Enter")
+        await expect(visit.page.get_by_role("group", name="Versions")).to_contain_text("3/3")
+        await visit.answered(count=2)
+        entry = visit.page.locator(".found")
+        await search_field(visit).fill("quokka")
+        await expect(entry).to_have_count(1)
+        await search_field(visit).fill("else")
+        await expect(entry).to_have_count(2)

@@ -37,7 +37,7 @@ function shortcuts(event) {
   } else if (key === "o" && event.shiftKey) {
     event.preventDefault();
     newChat();
-  } else if (event.key === "?" && !/** @type {Element} */ (event.target).closest("input, textarea, select")) {
+  } else if (key === "/" || (event.key === "?" && !/** @type {Element} */ (event.target).closest("input, textarea, select"))) {
     event.preventDefault();
     helping.value = true;
   } else if (event.key === "Escape" && stopStreaming()) {

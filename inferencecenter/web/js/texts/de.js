@@ -250,7 +250,7 @@ const texts = {
   "keys.move": "↑ ↓",
   "keys.rename": "F2",
   "keys.delete": "Entf",
-  "keys.help": "?",
+  "keys.help": "? / Strg+/",
 
   "notice_engine.starting": "Das Modell wird geladen. Antworten beginnen, sobald es bereit ist.",
   "notice_engine.restarting": "Die Engine ist ausgefallen und startet neu. Antworten werden automatisch fortgesetzt.",

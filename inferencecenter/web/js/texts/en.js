@@ -250,7 +250,7 @@ const texts = {
   "keys.move": "↑ ↓",
   "keys.rename": "F2",
   "keys.delete": "Delete",
-  "keys.help": "?",
+  "keys.help": "? / Ctrl+/",
 
   "notice_engine.starting": "The model is being loaded. Answers start when it is ready.",
   "notice_engine.restarting": "The engine stopped and is restarting. Answers continue automatically.",

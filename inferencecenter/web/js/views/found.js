@@ -6,6 +6,7 @@ import { number, t } from "../i18n.js";
 import { sessions } from "../list.js";
 import { link } from "../state.js";
 import { Fragment, html, useEffect, useState } from "../ui.js";
+import { rootOf } from "../versions.js";
 import { asWireError } from "../wire/errors.js";
 
 /** @typedef {import("../wire/types.js").SessionsFoundEvent} Page */
@@ -37,8 +38,7 @@ export function Found({ words, hasTitles, onClose }) {
     const page = await pageOf(words, found.next);
     setFound((shown) => (shown.words === words ? { words, ...page, results: [...shown.results, ...page.results] } : shown));
   };
-  const listed = new Set(sessions.value?.map((each) => each.session_id));
-  const shown = found.results.filter(({ session, hits }) => listed.has(session.session_id) && hits.some(isMessage));
+  const shown = withoutRepeats(found.results);
   return html`<${Fragment}>
     ${isCurrent && shown.length === 0 && !hasTitles && !found.failed && html`<p class="hint" role="status">${t("list.no_match")}</p>`}
     ${isCurrent && found.failed && html`<p class="hint" role="status">${t("found.failed")}</p>`}
@@ -51,6 +51,24 @@ export function Found({ words, hasTitles, onClose }) {
     ${isCurrent && found.next && html`<button type="button" class="button small" onClick=${more}>${t("found.more")}</button>`}
     ${isCurrent && found.indexed < 1 && html`<p class="hint">${t("found.indexing", { percent: `${number(Math.floor(100 * found.indexed))} %` })}</p>`}
   <//>`;
+}
+
+/**
+ * Returns the results with messages that match; of the versions of a conversation, those that differ in them.
+ *
+ * @param {readonly Result[]} results
+ */
+function withoutRepeats(results) {
+  const listed = new Set(sessions.value?.map((each) => each.session_id));
+  /** @type {Map<string, Result>} */
+  const first = new Map();
+  for (const each of results) {
+    const hit = each.hits.find(isMessage);
+    if (!hit || !listed.has(each.session.session_id)) continue;
+    const key = `${rootOf(sessions.value, each.session.session_id)} ${hit.snippet}`;
+    if (!first.has(key)) first.set(key, each);
+  }
+  return [...first.values()];
 }
 
 /** @param {{found: Result, onClose: () => void}} props */
