@@ -130,29 +130,29 @@ def test_variable_selects_the_cache_directory() -> None:
 )
 def test_cache_key_covers_the_build_options(other: dict[str, str]) -> None:
     """The same variables have the same key."""
-    plain = Recipe.asked(VERSION, {})
+    plain = Recipe.from_environment(VERSION, {})
     assert plain.name.startswith(f"{VERSION}-cpu-")
-    assert Recipe.asked(VERSION, {}).name == plain.name
-    assert Recipe.asked(VERSION, other).name != plain.name
+    assert Recipe.from_environment(VERSION, {}).name == plain.name
+    assert Recipe.from_environment(VERSION, other).name != plain.name
 
 
 def test_cache_key_covers_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the build is portable."""
-    native, portable = Recipe.asked(VERSION, {}), Recipe.asked(VERSION, {"PORTABLE": "1"})
+    native, portable = Recipe.from_environment(VERSION, {}), Recipe.from_environment(VERSION, {"PORTABLE": "1"})
     monkeypatch.setattr(recipe, "_processor", lambda: "flags: other")
-    assert Recipe.asked(VERSION, {}).name != native.name
-    assert Recipe.asked(VERSION, {"PORTABLE": "1"}).name == portable.name
+    assert Recipe.from_environment(VERSION, {}).name != native.name
+    assert Recipe.from_environment(VERSION, {"PORTABLE": "1"}).name == portable.name
 
 
 def test_update_keeps_the_kind_of_build(tmp_path: Path) -> None:
     """A GPU build is replaced by a GPU build; a variable overrides it."""
-    (tmp_path / MARK).write_text(f"0.9-{Recipe.asked(VERSION, {'CUDA': '1', 'PORTABLE': '1'}).label}-abc\n")
+    (tmp_path / MARK).write_text(f"0.9-{Recipe.from_environment(VERSION, {'CUDA': '1', 'PORTABLE': '1'}).label}-abc\n")
     before = Installation(tmp_path, VERSION).kind
-    assert Recipe.asked(VERSION, {}, before=before).kind == "cuda"
-    assert Recipe.asked(VERSION, {"VULKAN": "1"}, before=before).kind == "vulkan"
+    assert Recipe.from_environment(VERSION, {}, before=before).kind == "cuda"
+    assert Recipe.from_environment(VERSION, {"VULKAN": "1"}, before=before).kind == "vulkan"
     (tmp_path / MARK).write_text("0.9-vulkan-index\n")
     assert Installation(tmp_path, VERSION).kind == "vulkan"
-    assert Recipe.asked(VERSION, {}, before="").kind == "cpu"
+    assert Recipe.from_environment(VERSION, {}, before="").kind == "cpu"
 
 
 def test_version_is_the_required_one() -> None:
@@ -176,8 +176,8 @@ def test_terminal_shows_progress_on_one_line() -> None:
     out = io.StringIO()
     with Progress(out, terminal=True) as progress:
         progress.begin("llama.cpp")
-        progress.tell("1 of 2 compiled")
-        progress.say("done")
+        progress.update("1 of 2 compiled")
+        progress.print_line("done")
     assert out.getvalue() == "\r\033[Kllama.cpp\r\033[Kllama.cpp: 1 of 2 compiled\r\033[Kdone\n\r\033[K"
 
 
@@ -187,7 +187,7 @@ def test_log_file_gets_progress_every_15_seconds() -> None:
     progress = Progress(out, terminal=False, clock=clock)
     progress.begin("llama.cpp")
     for clock.now in range(1, 32):
-        progress.tell(f"second {clock.now:.0f}")
+        progress.update(f"second {clock.now:.0f}")
     assert out.getvalue().splitlines() == ["llama.cpp", "llama.cpp: second 15", "llama.cpp: second 30"]
 
 
@@ -321,7 +321,7 @@ def test_bindings_are_packed_without_a_compiler(
 
 def test_build_variables_become_cmake_options(builder: Builder, tmp_path: Path) -> None:
     """The libraries come as a wheel."""
-    asked = Recipe.asked(VERSION, {"PORTABLE": "1", "CMAKE_ARGS": "-DA=1 '-DB=2 3'"})
+    asked = Recipe.from_environment(VERSION, {"PORTABLE": "1", "CMAKE_ARGS": "-DA=1 '-DB=2 3'"})
     builder.libraries(asked, tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     assert "inferencecenter_llama/lib/libllama.so" in zipfile.ZipFile(wheel).namelist()
@@ -336,7 +336,7 @@ def test_build_disables_amx(builder: Builder, tmp_path: Path, monkeypatch: pytes
     compiler = tmp_path / "compilers"
     program(compiler, "cc", f"echo '#define {'__AMX_TILE__' if makes else '__AVX2__'} 1'")
     monkeypatch.setenv("PATH", f"{compiler}:{os.environ['PATH']}")
-    builder.libraries(Recipe.asked(VERSION, {}), tmp_path)
+    builder.libraries(Recipe.from_environment(VERSION, {}), tmp_path)
     assert ("-mno-amx-tile" in (tmp_path / "asked").read_text()) == makes
 
 
@@ -344,7 +344,7 @@ def test_failed_build_shows_the_end_of_its_log(builder: Builder, tmp_path: Path)
     """And the path of the whole log."""
     (tmp_path / "broken").touch()
     with pytest.raises(BuildError, match=r"(?s)ninja failed with 2.*/log:\n.*error: broken"):
-        builder.libraries(Recipe.asked(VERSION, {}), tmp_path)
+        builder.libraries(Recipe.from_environment(VERSION, {}), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_missing_compiler_is_named(
     there = {"c++"} if variables else set()
     monkeypatch.setattr(build, "find_program", lambda name: name if name in there else None)
     with pytest.raises(BuildError) as caught:
-        builder.libraries(Recipe.asked(VERSION, variables), tmp_path)
+        builder.libraries(Recipe.from_environment(VERSION, variables), tmp_path)
     assert said in str(caught.value)
 
 
@@ -429,7 +429,7 @@ def test_wheels_of_an_index_are_used_if_they_have_the_libraries(
     """Only binaries of exactly the version; otherwise a line says why it is compiled."""
     pip = Pip(has)
     monkeypatch.setattr(installation, "_pip", pip)
-    assert Installation(tmp_path, VERSION).take_from("https://example.com/simple", kind, progress=Silent())
+    assert Installation(tmp_path, VERSION).install_from("https://example.com/simple", kind, progress=Silent())
     for call in pip.calls:
         if call[0] == "download":
             assert {"--only-binary", ":all:"} < set(call)
@@ -453,7 +453,7 @@ def test_index_without_the_libraries_is_logged_before_a_build(
     """In one line, and nothing is installed."""
     progress = Silent()
     monkeypatch.setattr(installation, "_pip", Pip(has))
-    assert not Installation(tmp_path, VERSION).take_from("https://example.com/simple", kind, progress=progress)
+    assert not Installation(tmp_path, VERSION).install_from("https://example.com/simple", kind, progress=progress)
     said = progress.out.getvalue().splitlines()[-1]
     assert said.startswith("llama.cpp is compiled: LLAMA_WHEELS has no libraries for it (")
     assert why in said
@@ -472,7 +472,7 @@ def test_unreachable_index_is_queried_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(installation, "_pip", counted)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
-    assert not Installation(tmp_path, VERSION).take_from(index, "cpu", progress=progress)
+    assert not Installation(tmp_path, VERSION).install_from(index, "cpu", progress=progress)
     said = progress.out.getvalue().splitlines()[-1]
     assert said.startswith("llama.cpp is compiled: LLAMA_WHEELS cannot be reached: ")
     assert "Failed to establish a new connection" in said
@@ -493,7 +493,7 @@ def install(folder: Path, pip: Pip, **environment: str) -> list[list[str]]:
     """Install into an environment from a cache that has everything; return the wheels that pip got."""
     cache = Cache(folder / "cache", Silent())
     cache.entry(f"{VERSION}-bindings", partial(write, name="bindings"))
-    wanted = Recipe.asked(VERSION, environment)
+    wanted = Recipe.from_environment(VERSION, environment)
     cache.entry(wanted.name, partial(write, name=wanted.kind))
     pip.calls.clear()
     with (folder / "log").open("w") as log, Builder(VERSION, progress=Silent(), log=log) as builder:

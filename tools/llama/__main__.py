@@ -34,18 +34,18 @@ def main() -> int:
     commands.add_parser("install", help="install the bindings and the libraries into this environment")
     wheels = commands.add_parser("wheels", help="write both as wheels")
     wheels.add_argument("folder", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     environment = Path(sys.prefix)
     try:
         with Progress.to(sys.stdout) as progress, (environment / LOG_NAME).open("w", encoding="utf-8") as log:
             cache = Cache(cache_root(os.environ), progress)
             version = wanted_version(ROOT / "pyproject.toml")
             with Builder(version, progress=progress, log=log) as builder:
-                if asked.command == "install":
+                if arguments.command == "install":
                     _install(Installation(environment, version), cache, builder, os.environ)
                 else:
-                    cache.copy(cache.bindings(builder), asked.folder)
-                    cache.copy(cache.libraries(Recipe.asked(version, os.environ), builder), asked.folder)
+                    cache.copy(cache.bindings(builder), arguments.folder)
+                    cache.copy(cache.libraries(Recipe.from_environment(version, os.environ), builder), arguments.folder)
     except BuildError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1
@@ -53,27 +53,27 @@ def main() -> int:
 
 
 def wanted_version(pyproject: Path) -> str:
-    """Return the version of llama-cpp-python that the daemon is made for."""
+    """Return the version of llama-cpp-python that the daemon requires."""
     server = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["optional-dependencies"]["server"]
     return str(next(each.partition("==")[2] for each in server if each.startswith("llama-cpp-python==")))
 
 
 def _install(installation: Installation, cache: Cache, builder: Builder, environment: Mapping[str, str]) -> None:
     if environment.get("LLAMA"):
-        installation.take(cache.bindings(builder))
+        installation.install(cache.bindings(builder))
         return
-    recipe = Recipe.asked(builder.version, environment, before=installation.kind)
+    recipe = Recipe.from_environment(builder.version, environment, before=installation.kind)
     if installation.came_from_index(recipe.kind) and not any(map(environment.get, COMPILED)):
         return
     index = environment.get("LLAMA_WHEELS")
-    if index and installation.take_from(index, recipe.kind, progress=builder.progress):
+    if index and installation.install_from(index, recipe.kind, progress=builder.progress):
         return
     if installation.has(recipe):
         return
-    installation.take(cache.bindings(builder), cache.libraries(recipe, builder), name=recipe.name)
+    installation.install(cache.bindings(builder), cache.libraries(recipe, builder), name=recipe.name)
     if recipe.kind == "cpu":
         for hint in toolkit_hints():
-            builder.progress.say(hint)
+            builder.progress.print_line(hint)
 
 
 if __name__ == "__main__":

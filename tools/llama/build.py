@@ -31,7 +31,7 @@ PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 _LEAST_CMAKE: Final = (3, 21)
 _SHOWN_LINES: Final = 40
 _TICK_S: Final = 1.0
-# The parts of 180 MB that are unpacked.
+# The parts of the sources, which have 180 MB, that are unpacked.
 _NEEDED: Final = ("llama_cpp", "pyproject.toml", "README.md", "LICENSE.md", "CMakeLists.txt")
 _NEEDED_OF_LLAMA: Final = (
     *("CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "src", "vendor", "tools/mtmd"),
@@ -60,7 +60,7 @@ class Builder:
         self._resources.close()
 
     def bindings(self, folder: Path) -> None:
-        """Write the bindings' wheel, which has no library in it, into a folder."""
+        """Write the wheel of the bindings, which contains no libraries, into a folder."""
         sources = self._sources
         self.progress.begin(f"{BINDINGS}: packing")
         # Debian 12's pip does not know the short -C.
@@ -90,19 +90,19 @@ class Builder:
         ninja = ["ninja", "-C", str(built)]
         if jobs := environment.get("CMAKE_BUILD_PARALLEL_LEVEL"):
             ninja += ["-j", jobs]
-        # A dry run would tell no more than that CMake is called again, where its files glob for shaders.
+        # A dry run would only show that CMake runs again, because its files glob for shaders.
         targets = subprocess.run(  # noqa: S603 - ninja, as above
             [*ninja, "-t", "targets", "all"], env=environment, capture_output=True, text=True, check=False
         )
         compilation = Compilation(targets.stdout.splitlines())
 
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             compilation.read(line)
-            self.progress.tell(str(compilation))
+            self.progress.update(str(compilation))
 
-        self._run(ninja, environment, heard=heard)
+        self._run(ninja, environment, on_line=on_line)
         pack(built / "bin", folder, version=self.version, label=recipe.label, license_file=llama / "LICENSE")
-        self.progress.say(f"llama.cpp: compiled in {shown(time.monotonic() - began)}")
+        self.progress.print_line(f"llama.cpp: compiled in {shown(time.monotonic() - began)}")
 
     def _compilers(self, recipe: Recipe) -> dict[str, str]:
         """Return the environment of the build.
@@ -163,12 +163,12 @@ class Builder:
         command: Sequence[object],
         environment: Mapping[str, str],
         *,
-        heard: Callable[[str], None] | None = None,
+        on_line: Callable[[str], None] | None = None,
     ) -> None:
-        """Run a command with its output in the log; ``heard`` gets each line and is called at least every second.
+        """Run a command and log its output; ``on_line`` gets each line, or an empty one after a second without output.
 
         Raises:
-            BuildError: It failed; with the end of its output.
+            BuildError: It failed; the message has the end of its output.
         """
         words = [str(each) for each in command]
         self._log.write(f"\n== {' '.join(words)}\n")
@@ -183,8 +183,8 @@ class Builder:
                     self._log.write(line)
                     self._log.flush()
                     written.append(line)
-                if heard is not None:
-                    heard(line)
+                if on_line is not None:
+                    on_line(line)
         if process.returncode != 0:
             end = "".join(written[-_SHOWN_LINES:])
             raise BuildError(f"{words[0]} failed with {process.returncode}; the end of {self._log.name}:\n{end}")
@@ -200,7 +200,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _lines(descriptor: int) -> Iterator[str]:
-    """Yield the lines that are read from a pipe, and an empty one where there is none for a second."""
+    """Yield the lines read from a pipe, and an empty line for each second without one."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         pending = b""

@@ -27,7 +27,7 @@ def cache_root(environment: Mapping[str, str]) -> Path:
 
 
 class Cache:
-    """Folders of wheels, each with its checksums. An entry appears by a rename, so it is always complete."""
+    """Folders of wheels with their checksums. An entry is renamed into place, so it is always complete."""
 
     def __init__(self, root: Path, progress: Progress) -> None:
         self._root = root
@@ -42,9 +42,9 @@ class Cache:
         return self.entry(recipe.name, lambda folder: builder.libraries(recipe, folder))
 
     def entry(self, name: str, build: Callable[[Path], None]) -> Path:
-        """Return the entry of this name; where it is missing or damaged, have ``build`` write it into a new folder.
+        """Return an entry; if it is missing or damaged, ``build`` writes it into a new folder.
 
-        Of several callers one builds; the others wait for it.
+        If several processes need the entry, one builds it and the others wait.
         """
         place = self._root / name
         if is_whole(place):
@@ -54,7 +54,7 @@ class Cache:
             if is_whole(place):
                 return place
             if place.exists():
-                self._progress.say(f"{place} is damaged; it is built again")
+                self._progress.print_line(f"{place} is damaged; it is built again")
                 shutil.rmtree(place)
             for abandoned in self._root.glob(f".{name}.*.building"):
                 shutil.rmtree(abandoned)
@@ -79,7 +79,7 @@ class Cache:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self._progress.say("waiting for another build of llama.cpp")
+                self._progress.print_line("waiting for another build of llama.cpp")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

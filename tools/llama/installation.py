@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from tools.llama.recipe import Recipe
 
 MARK: Final = ".llama"
-"""In the environment: the name of the build that is installed."""
+"""File in the environment with the name of the installed build."""
 
 # pip's message for an unreachable index, without the memory address of the connection.
 _UNREACHABLE: Final = re.compile(r"connection broken by '?(?:\w+\([\"'](?:<[^>]*>: )?)?(.+?)[\"')]*: /", re.IGNORECASE)
 
 
 class Installation:
-    """This Python's environment. pip writes into it; a file in it names the build."""
+    """The environment of this Python, into which pip installs; a file in it has the name of the installed build."""
 
     def __init__(self, environment: Path, version: str) -> None:
         self._mark = environment / MARK
@@ -34,7 +34,7 @@ class Installation:
 
     @property
     def kind(self) -> str:
-        """The kind of the libraries that are installed, by which an update stays of that kind."""
+        """The kind of the installed libraries, which an update keeps."""
         return self._name().partition("-")[2].partition("-")[0].partition(".")[0]
 
     def has(self, recipe: Recipe) -> bool:
@@ -46,18 +46,18 @@ class Installation:
         """Return whether wheels of a package index are installed, of the right version and kind."""
         return self._name() == self._from_index(kind) and _bindings() == self._version
 
-    def take(self, bindings: Path, libraries: Path | None = None, *, name: str = "") -> None:
-        """Install the wheels of these entries of the cache, and remember the build by its name."""
+    def install(self, bindings: Path, libraries: Path | None = None, *, name: str = "") -> None:
+        """Install the wheels of these cache entries, and store the name of the build."""
         wheels = [str(wheel) for entry in (bindings, libraries) if entry is not None for wheel in entry.glob("*.whl")]
         _pip("install", "--no-index", "--no-deps", "--force-reinstall", *wheels, check=True)
         if libraries is not None:
             self._mark.write_text(f"{name}\n", encoding="utf-8")
 
-    def take_from(self, index: str, kind: str, *, progress: Progress) -> bool:
+    def install_from(self, index: str, kind: str, *, progress: Progress) -> bool:
         """Install wheels of exactly this version and kind from a package index; return whether it has them.
 
-        Either both wheels that ``make wheels`` makes, rather portable than not, or a wheel of the bindings that has the
-        libraries in it.
+        These are either the two wheels that ``make wheels`` builds, preferably portable, or a wheel of the bindings
+        that contains the libraries.
         """
         progress.begin(f"llama.cpp: looking for wheels of {BINDINGS} {self._version} in LLAMA_WHEELS")
         bindings = f"{BINDINGS}=={self._version}"
@@ -81,7 +81,7 @@ class Installation:
         else:
             why = failure[-1] if failure else f"its wheel of {BINDINGS} lacks {' or '.join(sorted(wanted))}"
             reason = f"has no libraries for it ({why})"
-        progress.say(f"llama.cpp is compiled: LLAMA_WHEELS {reason}")
+        progress.print_line(f"llama.cpp is compiled: LLAMA_WHEELS {reason}")
         return False
 
     def _from_index(self, kind: str) -> str:
@@ -114,7 +114,7 @@ def _pip(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[st
     """Run pip.
 
     Raises:
-        BuildError: It failed, and may not.
+        BuildError: It failed, and ``check`` is set.
     """
     done = subprocess.run(  # noqa: S603 - this Python's pip
         [*PIP, *arguments], capture_output=True, text=True, check=False

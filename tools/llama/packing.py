@@ -1,4 +1,4 @@
-"""Packs the libraries as a wheel: the distribution ``inferencecenter-llama``, a package with nothing but files."""
+"""Packs the libraries as a wheel: the distribution ``inferencecenter-llama``, a package that only contains files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DISTRIBUTION: Final = "inferencecenter-llama"
 PACKAGE: Final = "inferencecenter_llama"
 VERSION_FILE: Final = "llama-cpp-python.version"
-"""Beside the libraries: the version of llama-cpp-python that they were built from. The engine compares it."""
+"""File beside the libraries with the version of llama-cpp-python they were built from, which the engine checks."""
 
 _INIT: Final = '"""Libraries of llama.cpp, in ``lib``, for the engine of InferenceCenter."""\n'
 _METADATA: Final = """\
@@ -64,7 +64,7 @@ def pack(built: Path, folder: Path, *, version: str, label: str, license_file: P
 
 
 def _platform() -> str:
-    """Return the tag of systems that the libraries run on: with a C library that is no older than this one."""
+    """Return the platform tag: the libraries need a C library that is at least as new as this one."""
     libc, version = platform.libc_ver()
     name = f"manylinux-{version}-{platform.machine()}" if libc == "glibc" else sysconfig.get_platform()
     return name.replace("-", "_").replace(".", "_")

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 _EVERY_S: Final = 15.0
 _CLEAR: Final = "\r\033[K"
-# A target of ninja: "PATH: CXX_COMPILER__ggml_Release"; other steps than compiling take no time.
+# A target of ninja: "PATH: CXX_COMPILER__ggml_Release". Only compilations take time worth counting.
 _TARGET: Final = re.compile(r"(?P<path>\S+): \w+_COMPILER__")
 # A line of ninja: "[34/83] Building CXX object PATH".
 _STEP: Final = re.compile(r"\[(?P<at>\d+)/\d+\] Building \S+ object (?P<path>\S+)")
-# Seconds that sources take above the one second of most, as measured; only their ratios matter.
+# Measured compile times of the sources that take longer than the usual second; only their ratios matter.
 _SECONDS: Final = {
     "unity_text": 21.0,
     "unity_memory": 15.0,
@@ -43,7 +43,7 @@ class Progress:
         self._out = out
         self._terminal = terminal
         self._clock = clock
-        self._said_at: float | None = None
+        self._printed_at: float | None = None
         self._title = ""
 
     @classmethod
@@ -54,25 +54,25 @@ class Progress:
     def begin(self, title: str) -> None:
         """Begin a step."""
         self._title = title
-        self._said_at = None
-        self.tell("")
+        self._printed_at = None
+        self.update("")
 
-    def tell(self, what: str) -> None:
+    def update(self, what: str) -> None:
         """Show the progress of the step: always on a terminal, elsewhere at intervals."""
         now = self._clock()
         line = f"{self._title}: {what}" if what else self._title
         if self._terminal:
             self._write(f"{_CLEAR}{line}")
-        elif self._said_at is None or now - self._said_at >= _EVERY_S:
-            self._said_at = now
+        elif self._printed_at is None or now - self._printed_at >= _EVERY_S:
+            self._printed_at = now
             self._write(f"{line}\n")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a permanent line."""
         self._write(f"{_CLEAR if self._terminal else ''}{line}\n")
 
     def close(self) -> None:
-        """Leave no unfinished line."""
+        """Clear the unfinished line of a terminal."""
         if self._terminal:
             self._write(_CLEAR)
 
@@ -88,7 +88,7 @@ class Progress:
 
 
 class Compilation:
-    """How far ninja is, by its targets and by the lines that it writes."""
+    """Progress of ninja, derived from its targets and its output."""
 
     def __init__(self, targets: Iterable[str], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._paths = {found["path"] for line in targets if (found := _TARGET.match(line))}
@@ -97,17 +97,17 @@ class Compilation:
         self._began = clock()
 
     def read(self, line: str) -> None:
-        """Take a line that ninja wrote."""
+        """Process a line of ninja's output."""
         if found := _STEP.match(line):
             self._done.add(found["path"])
 
     def __str__(self) -> str:
-        said = f"{len(self._done)} of {len(self._paths)} compiled"
+        counts = f"{len(self._done)} of {len(self._paths)} compiled"
         whole, done = sum(map(_seconds, self._paths)), sum(map(_seconds, self._done))
         if done == 0 or done < _KNOWN_SHARE * whole:
-            return said
+            return counts
         left_s = (self._clock() - self._began) * (whole - done) / done
-        return f"{said}, about {shown(left_s)} left"
+        return f"{counts}, about {shown(left_s)} left"
 
 
 def shown(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The inputs of a build and its name in the cache: the same name means the same libraries."""
+"""The inputs of a build, and its name in the cache; builds with equal names have equal libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CMAKE_PROJECT: Final = Path(__file__).parent
-# Variables that CMake and compilers read: other values make another build.
+# Variables that CMake and compilers read; they are part of the digest.
 _READ: Final = (
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS"),
     *("CUDACXX", "CUDAARCHS", "CUDAHOSTCXX", "CUDAFLAGS", "HIPCXX", "HIPFLAGS"),
@@ -27,7 +27,7 @@ _KINDS: Final = {
     "vulkan": ("-DGGML_VULKAN=ON",),
 }
 COMPILED: Final = ("PORTABLE", "CMAKE_ARGS")
-"""Variables that ask for a certain build beside its kind, which wheels of an index cannot be known to be."""
+"""Variables that customize a build; whether a wheel of an index matches them cannot be known."""
 
 _CUDA_BIN: Final = "/usr/local/cuda/bin"
 
@@ -43,7 +43,7 @@ class Recipe:
     digest: str
 
     @classmethod
-    def asked(cls, version: str, environment: Mapping[str, str], *, before: str = "cpu") -> Self:
+    def from_environment(cls, version: str, environment: Mapping[str, str], *, before: str = "cpu") -> Self:
         """Return the build selected by the variables, by default of the installed kind.
 
         ``CUDA=1`` and ``VULKAN=1`` are for GPUs, ``PORTABLE=1`` is for any processor of this architecture, and
@@ -76,22 +76,22 @@ class Recipe:
 
 
 def toolkit_hints() -> list[str]:
-    """Return what a build for processors could have been on a machine with these compilers for GPUs."""
+    """Return a hint for each GPU compiler on this machine that a CPU build does not use."""
     found = []
     if find_program("nvcc"):
-        found.append("nvcc is here: `make run CUDA=1` builds llama.cpp for NVIDIA GPUs.")
+        found.append("nvcc is installed: `make run CUDA=1` builds llama.cpp for NVIDIA GPUs.")
     if find_program("glslc"):
-        found.append("glslc is here: `make run VULKAN=1` builds llama.cpp for GPUs with a Vulkan driver.")
+        found.append("glslc is installed: `make run VULKAN=1` builds llama.cpp for GPUs with a Vulkan driver.")
     return found
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of a program, CUDA's usual folder included."""
+    """Return the path of a program, also searched in CUDA's default folder."""
     return shutil.which(name, path=search_path())
 
 
 def search_path() -> str:
-    """Return the path for programs that builds call."""
+    """Return the search path for the programs that a build runs."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA_BIN])
 
 
@@ -105,7 +105,7 @@ def _processor() -> str:
 
 
 def _gpus() -> str:
-    """Return the compute capabilities of the GPUs; CUDA's code is made for these."""
+    """Return the compute capabilities of the GPUs, for which CUDA code is generated."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
