@@ -29,6 +29,13 @@ MARKED_BLOCKS: Final = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
 """Thai, Lao, Myanmar and Khmer, whose vowel signs and tone marks are words of their own; a character class."""
 SPACELESS: Final = MARKED_BLOCKS + "\u3005-\u9fff\uac00-\ud7a3\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 """These, kana, bopomofo, Hangul syllables and Han: each character is a word; a character class."""
+MAX_EXCERPT_COST: Final = 8 * 1024 * 1024
+"""Maximum number of characters searched for the excerpts of a search, multiplied by the number of words."""
+_FOLDING_COST: Final = 4
+"""What a character of a text that is not ASCII costs beside that, in words."""
+_MAX_PHRASE_WORDS: Final = 16
+_PART_CHARS: Final = 8192
+_OVERLAP_CHARS: Final = 1024
 _BEFORE_CHARS: Final = 50
 """Characters of an excerpt before the first hit."""
 _MIN_PREFIX: Final = 2
@@ -37,10 +44,13 @@ _MAX_FOLDED: Final = 4096
 _TERMS: Final = re.compile(r'"([^"]*)(?:"|$)|([^\s"]+)')
 _SPACELESS_CHAR: Final = re.compile(f"[{SPACELESS}]")
 _LETTER: Final = rf"[^\W_{SPACELESS}]"
-_SEPARATOR: Final = rf"(?:(?![{MARKED_BLOCKS}])[\W_])"
+_COMBINING: Final = "\u0300-\u036f"
+# No character is both a mark and the begin of a separator: with two ways to divide a run of marks between them, the
+# time of a phrase would be exponential in the number of its words.
+_SEPARATOR: Final = rf"(?:(?![{MARKED_BLOCKS}{_COMBINING}])[\W_][{_COMBINING}]*)"
 _TOKENS: Final = re.compile(rf"[{MARKED_BLOCKS}]|(?=[{SPACELESS}])\w|{_LETTER}+")
-_MARKS: Final = "[\u0300-\u036f]*"
-_NO_MARK: Final = re.compile("[^\u0300-\u036f]")
+_MARKS: Final = f"[{_COMBINING}]*"
+_NO_MARK: Final = re.compile(f"[^{_COMBINING}]")
 _BREAKS: Final = re.compile(r"[\r\n\t]")
 
 
@@ -114,33 +124,65 @@ def search_terms(query: str) -> tuple[SearchTerm, ...]:
     )
 
 
-def excerpt(text: str, terms: tuple[SearchTerm, ...]) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return the part of a text around the first hit, and the ranges of the hits in it.
+class Excerpts:
+    """Excerpts around the hits of one search. Their cost is bounded in sum, and no step holds the interpreter for long.
 
-    Where the words of the text are not split as in the index, it is the beginning of the text, without hits.
+    A phrase is recognized by its first words. Once the cost is used up, only the beginnings of texts are read.
+
+    Args:
+        terms: The terms of the query.
     """
-    folded = text.lower() if text.isascii() else text.translate(_FOLDED)
-    wanted = re.compile("|".join(f"(?:{_pattern(term)})" for term in terms))
-    first = wanted.search(folded)
-    start = max(0, (first.start() if first else 0) - _BEFORE_CHARS)
-    if start:
-        # The excerpt starts at a word boundary.
-        space = folded.find(" ", start, start + _BEFORE_CHARS // 2)
-        start = space + 1 if space >= 0 else start
-    end = min(len(text), start + SNIPPET_CHARS)
-    marks: list[tuple[int, int]] = []
-    for hit in wanted.finditer(folded, first.start() if first else end, end):
-        marks.append((hit.start() - start, hit.end() - start))
-    if first is not None and not marks:
-        # The phrase is longer than the excerpt.
-        marks.append((first.start() - start, end - start))
-    return _BREAKS.sub(" ", text[start:end]), tuple(marks)
+
+    def __init__(self, terms: tuple[SearchTerm, ...]) -> None:
+        words = [_words(term) for term in terms]
+        patterns = [_pattern(own, is_prefix=term.is_prefix) for own, term in zip(words, terms, strict=True)]
+        self._wanted = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+        self._n_words = max(1, sum(map(len, words)))
+        self._left = MAX_EXCERPT_COST
+
+    def of(self, text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Return the part of a text around the first hit, and the ranges of the hits in it.
+
+        Where the words of the text are not split as in the index, it is the beginning of the text, without hits.
+        """
+        cost = self._n_words if text.isascii() else self._n_words + _FOLDING_COST
+        searched = text[: max(SNIPPET_CHARS, self._left // cost)]
+        self._left -= len(searched) * cost
+        folded = searched.lower() if searched.isascii() else searched.translate(_FOLDED)
+        first = self._first(folded)
+        start = max(0, (first.start() if first else 0) - _BEFORE_CHARS)
+        if start:
+            # The excerpt starts at a word boundary.
+            space = folded.find(" ", start, start + _BEFORE_CHARS // 2)
+            start = space + 1 if space >= 0 else start
+        end = min(len(text), start + SNIPPET_CHARS)
+        marks: list[tuple[int, int]] = []
+        for hit in self._wanted.finditer(folded, first.start() if first else end, end):
+            marks.append((hit.start() - start, hit.end() - start))
+        if first is not None and not marks:
+            # The phrase is longer than the excerpt.
+            marks.append((first.start() - start, end - start))
+        return _BREAKS.sub(" ", text[start:end]), tuple(marks)
+
+    def _first(self, folded: str) -> re.Match[str] | None:
+        """Return the first hit. A regular expression holds the interpreter lock, so the text is searched in parts."""
+        for start in range(0, len(folded), _PART_CHARS):
+            end = start + _PART_CHARS + _OVERLAP_CHARS
+            hit = self._wanted.search(folded, start, end)
+            # At the end of a part a word may be cut off.
+            if hit is not None and (hit.end() < end or end >= len(folded)):
+                return hit
+        return None
 
 
-def _pattern(term: SearchTerm) -> str:
+def _words(term: SearchTerm) -> list[str]:
     folded = unicodedata.normalize("NFC", term.text).translate(_FOLDED)
+    return _TOKENS.findall(folded)[:_MAX_PHRASE_WORDS]
+
+
+def _pattern(words: list[str], *, is_prefix: bool) -> str:
     pattern, was_spaceless = "", True
-    for word in _TOKENS.findall(folded):
+    for word in words:
         is_spaceless = _SPACELESS_CHAR.match(word) is not None
         if pattern:
             pattern += _SEPARATOR + ("*" if is_spaceless or was_spaceless else "+")
@@ -150,7 +192,7 @@ def _pattern(term: SearchTerm) -> str:
         was_spaceless = is_spaceless
     if was_spaceless:
         return pattern
-    return pattern + (f"{_LETTER}*" if term.is_prefix else f"(?!{_LETTER})")
+    return pattern + (f"{_LETTER}*" if is_prefix else f"(?!{_LETTER})")
 
 
 class _FoldingTable(dict[int, str]):

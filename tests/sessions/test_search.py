@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.values import TextRange
-from inferencecenter.sessions.search import MAX_TERMS, SNIPPET_CHARS, SearchTerm, excerpt, search_terms
+from inferencecenter.sessions.search import (
+    MAX_EXCERPT_COST,
+    MAX_TERMS,
+    SNIPPET_CHARS,
+    Excerpts,
+    SearchTerm,
+    search_terms,
+)
 from inferencecenter.sessions.store import search_index
 from inferencecenter.sessions.store.archive import purge_file
 from inferencecenter.sessions.store.schema import DATABASE_NAME
@@ -448,7 +455,7 @@ def test_any_query_can_be_searched(query: str, text: str) -> None:
         for term in terms:
             database.execute("SELECT rowid FROM search WHERE search MATCH ?", (term.expression,)).fetchall()
     if terms:
-        snippet, marks = excerpt(text, terms)
+        snippet, marks = Excerpts(terms).of(text)
         assert len(snippet) <= SNIPPET_CHARS
         assert all(0 <= start < end <= len(snippet) for start, end in marks)
 
@@ -456,8 +463,28 @@ def test_any_query_can_be_searched(query: str, text: str) -> None:
 def test_excerpt_is_around_the_first_hit() -> None:
     """In one line, with the hits in it, and the letters as they are in the text."""
     text = "x" * 1000 + " Some words\nbefore the Ünïcode place, and after " + "y" * 1000
-    snippet, marks = excerpt(text, search_terms("unicode"))
+    snippet, marks = Excerpts(search_terms("unicode")).of(text)
     assert len(snippet) == SNIPPET_CHARS
     assert [snippet[start:end] for start, end in marks] == ["Ünïcode"]
     assert "words before the" in snippet
-    assert excerpt("Nothing of it", search_terms("else")) == ("Nothing of it", ())
+    assert Excerpts(search_terms("else")).of("Nothing of it") == ("Nothing of it", ())
+
+
+def test_marks_of_letters_cost_no_exponential_time() -> None:
+    """A phrase of 20 words, and a text in which each run of marks could be divided between words in many ways."""
+    phrase = "a " * 20 + "b"
+    excerpts = Excerpts(search_terms(f'"{phrase}"'))
+    snippet, marks = excerpts.of(("a" + "\u0301" * 10) * 1000 + f" x {phrase}")
+    assert [snippet[start:end] for start, end in marks] == ["a " * 15 + "a"]
+
+
+def test_excerpts_of_a_search_are_bounded_in_sum() -> None:
+    """When the cost is used up, the beginnings of texts are shown; a hit at the border of two parts is found."""
+    text = "word " * 20_000
+    excerpts = Excerpts(search_terms("needle"))
+    assert excerpts.of("x" * 8190 + " needle.")[1]
+    found = [bool(excerpts.of(text + "needle")[1]) for _ in range(MAX_EXCERPT_COST // len(text) + 2)]
+    assert found[0]
+    assert not found[-1]
+    assert found == sorted(found, reverse=True)
+    assert excerpts.of("the needle")[1]

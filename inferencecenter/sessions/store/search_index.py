@@ -35,10 +35,10 @@ from inferencecenter.sessions.search import (
     MARKED_BLOCKS,
     MAX_INDEXED_CHARS,
     SPACELESS,
+    Excerpts,
     FoundSession,
     SearchHit,
     SearchResult,
-    excerpt,
 )
 from inferencecenter.sessions.store import rows
 from inferencecenter.sessions.store.bases import base_of
@@ -412,7 +412,8 @@ def search_file(
         hits.insert(0, _hits(database, " AND ".join(expressions), first, last))
     matching = orjson.dumps(list(set.intersection(*of_terms))).decode()
     page = database.execute(_PAGE, (client_id, matching, *(after or _FIRST), limit + 1)).fetchall()
-    shown = tuple(_found(database, row, hits, tuple(terms)) for row in page[:limit])
+    excerpts = Excerpts(tuple(terms))
+    shown = tuple(_found(database, row, hits, excerpts) for row in page[:limit])
     return SearchResult(shown, has_more=len(page) > limit, indexed=indexed)
 
 
@@ -451,17 +452,14 @@ def _sharing(hits: dict[int, _RowHits], forks: Mapping[int, Sequence[tuple[int, 
 
 
 def _found(
-    database: sqlite3.Connection,
-    row: rows.Row,
-    hits: Sequence[Mapping[int, _RowHits]],
-    terms: tuple[SearchTerm, ...],
+    database: sqlite3.Connection, row: rows.Row, hits: Sequence[Mapping[int, _RowHits]], excerpts: Excerpts
 ) -> FoundSession:
     number, *columns, archived = row
     chain = _chain(database, number)
-    shown = [_search_hit(database, chain, index, terms) for index in _indexes(chain, hits)]
+    shown = [_search_hit(database, chain, index, excerpts) for index in _indexes(chain, hits)]
     session = rows.archived_session(columns)
     if len(shown) < MAX_HITS and any(number in each and each[number].in_title for each in hits):
-        snippet, marks = excerpt(session.config.metadata.get("title", ""), terms)
+        snippet, marks = excerpts.of(session.config.metadata.get("title", ""))
         shown.append(SearchHit(snippet, marks))
     return FoundSession(session, bool(archived), tuple(shown))
 
@@ -489,7 +487,7 @@ def _indexes(chain: Sequence[tuple[int, float, float]], hits: Sequence[Mapping[i
 
 
 def _search_hit(
-    database: sqlite3.Connection, chain: Sequence[tuple[int, float, float]], index: int, terms: tuple[SearchTerm, ...]
+    database: sqlite3.Connection, chain: Sequence[tuple[int, float, float]], index: int, excerpts: Excerpts
 ) -> SearchHit:
     query = f"SELECT role, substr(content, 1, {MAX_INDEXED_CHARS}) FROM messages WHERE session = ? AND n = ?"  # noqa: S608
     held = None
@@ -502,5 +500,5 @@ def _search_hit(
             (row, n_turns, index),
         )
     role, text = held if held is not None else (None, "")
-    snippet, marks = excerpt(text, terms)
+    snippet, marks = excerpts.of(text)
     return SearchHit(snippet, marks, index, role, min(turns)[1] if turns else None)
