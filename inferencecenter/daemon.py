@@ -540,27 +540,29 @@ async def _freeze() -> None:
 async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: SessionStore | None) -> bool:
     """Close a session, or all of a client, and delete what is stored of them; other work goes on meanwhile.
 
-    The data of a client is deleted when this returns.
+    The data is deleted when this returns.
 
     Returns:
         Whether there was a live or an archived one.
 
     Raises:
-        InferenceCenterError: ``storage_unavailable`` if the data of a client cannot be deleted.
+        InferenceCenterError: ``storage_unavailable`` if the data cannot be deleted.
     """
-    if store is not None and kind == "client":
-        check_writable(store.of_client(name))
-    n_sessions, owner = 0, None
+    owner = name if kind == "client" else sessions.owner_of(name)
+    if store is not None:
+        check_writable(store.of_client(owner or ""))
+    n_sessions, archived = 0, None
     while n_closed := sessions.purge(kind, name):
         n_sessions += n_closed
         await asyncio.sleep(0)
-    _log.info("purged", kind=kind, name=name, sessions=n_sessions)
     if store is not None:
-        owner = await sessions.archive.purged(kind, name)
-        store.purge(kind, name, client_id=owner or "")
-        if kind == "client":
-            await sessions.archive.committed(name)
-    return n_sessions > 0 or owner is not None
+        archived = await sessions.archive.purged(kind, name)
+        n_sessions += sessions.purge(kind, name)  # one that was loaded meanwhile
+        owner = archived or owner or ""
+        store.purge(kind, name, client_id=owner)
+        await sessions.archive.committed(owner)
+    _log.info("purged", kind=kind, name=name, sessions=n_sessions)
+    return n_sessions > 0 or archived is not None
 
 
 async def _purge_requested(kind: PurgeKind, name: str, sessions: SessionManager, store: SessionStore | None) -> None:

@@ -142,8 +142,8 @@ class ArchiveStore(Protocol):
     ) -> list[tuple[str, str, int]]:
         """Return expired archived sessions: their ids, clients and characters."""
 
-    def recent_ids(self, limit: int) -> tuple[str, ...]:
-        """Return the ids of the most recently used archived sessions."""
+    def recent(self, limit: int) -> tuple[tuple[str, str], ...]:
+        """Return the ids and the clients of the most recently used archived sessions."""
 
 
 class SessionArchive:
@@ -178,7 +178,7 @@ class SessionArchive:
         self._sizes: dict[str, ArchiveSize] = {}
         self._own_mib: dict[str, int] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._kv_owners: OrderedDict[str, None] = OrderedDict()
+        self._kv_owners: OrderedDict[str, str] = OrderedDict()
         self._sinks: OrderedDict[str, EventSink] = OrderedDict()
         self._tasks = TaskGroup("archive")
         self._timer: ScheduledCall | None = None
@@ -193,10 +193,10 @@ class SessionArchive:
             return
         try:
             self._sizes = self._store.sizes()
-            recent = self._store.recent_ids(MAX_RETAINED)
+            recent = self._store.recent(MAX_RETAINED)
         except InferenceCenterError:  # logged where it is read: a file that cannot be read has no archive
             return
-        self._kv_owners.update(dict.fromkeys(reversed(recent)))
+        self._kv_owners.update(reversed(recent))
         self._expire_later()
 
     @property
@@ -220,7 +220,7 @@ class SessionArchive:
             if len(self._sinks) > MAX_SINKS:
                 self._sinks.popitem(last=False)
         self._sizes[client_id] = self.size_of(client_id).plus(archived.n_chars)
-        self._kv_owners[archived.session_id] = None
+        self._kv_owners[archived.session_id] = client_id
         if len(self._kv_owners) > MAX_RETAINED:
             self._kv_owners.popitem(last=False)
         self.n_archived += 1
@@ -363,20 +363,36 @@ class SessionArchive:
         )
 
     async def purged(self, kind: Literal["session", "client"], name: str) -> str | None:
-        """Note that a session, or all of a client, is about to be deleted from the store.
+        """Note that a session, or all of a client, is about to be deleted from the store; engines drop their KV.
 
         Returns:
-            The client, if the session is archived.
+            The client, if the session was archived before; it may have been loaded meanwhile.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
         """
         owner: str | None = name
         if kind == "client":
             self._sizes.pop(name, None)
-        elif self._store is None or (found := await self._worker.run("", partial(self._store.owner, name))) is None:
-            owner = None
+            for session_id in [each for each, client_id in self._kv_owners.items() if client_id == name]:
+                self._forget(session_id)
         else:
-            owner, n_chars = found
-            self._removed(owner, name, n_chars)
+            owner = await self._purged_session(name)
         self._n_removals += 1
+        return owner
+
+    async def _purged_session(self, session_id: str) -> str | None:
+        if self._store is None:
+            return None
+        if (recent := self._kv_owners.get(session_id)) is not None:
+            await self.committed(recent)  # that it is archived may not be in the file yet
+        found = await self._worker.run("", partial(self._store.owner, session_id))
+        if found is None:
+            return None
+        owner, n_chars = found
+        if self._table.get(session_id) is None:
+            self._removed(owner, n_chars)
+            self._forget(session_id)
         return owner
 
     def _open(self, store: ArchiveStore, client: Principal, found: ReadSession, *, closing: bool) -> None:
@@ -386,14 +402,19 @@ class SessionArchive:
             self._make_room(client, n_chars)
         store.reopen(found)
         # It gets `session_detached` when another socket resumes the session.
-        sink = self._sinks.get(stored.config.session_id)
-        self._removed(client.client_id, stored.config.session_id, n_chars)
+        sink = self._sinks.pop(stored.config.session_id, None)
+        self._kv_owners.pop(stored.config.session_id, None)
+        self._removed(client.client_id, n_chars)
         self.n_loaded += 1
         self._table.add(LiveSession.restored(stored, stored.config, services=self._services, sink=sink))
 
-    def _removed(self, client_id: str, session_id: str, n_chars: int) -> None:
+    def _forget(self, session_id: str) -> None:
+        """Drop the KV and the subscriber of an archived session that is deleted."""
         self._kv_owners.pop(session_id, None)
         self._sinks.pop(session_id, None)
+        self._services.models.release(session_id)
+
+    def _removed(self, client_id: str, n_chars: int) -> None:
         size = self.size_of(client_id).less(n_chars)
         self._sizes[client_id] = size
         if not size.n_sessions:
@@ -525,7 +546,8 @@ class SessionArchive:
         if self._table.get(session_id) is not None:  # loaded meanwhile
             return
         self._n_removals += 1
-        self._removed(client_id, session_id, n_chars)
+        self._removed(client_id, n_chars)
+        self._forget(session_id)
         journal = self._journal.of_client(client_id)
         journal.write(SessionDeleted(session_id=session_id, n_chars=n_chars), flush=True)
         self._notifier.notify_deleted(session_id, client_id, journal=journal)

@@ -312,6 +312,11 @@ class SessionManager:
             self._close(session)
         return len(sessions)
 
+    def owner_of(self, session_id: str) -> str | None:
+        """Return the client of a live session."""
+        session = self._table.get(session_id)
+        return None if session is None else session.config.client_id
+
     def create(
         self, client: Principal, request: requests.CreateSession, sink: EventSink, *, stateless: bool = False
     ) -> events.SessionCreated:

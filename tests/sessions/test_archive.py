@@ -10,6 +10,7 @@ import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.daemon import _purge
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.sessions import archive
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.config.settings import SessionSettings
     from inferencecenter.protocol import events
+    from inferencecenter.sessions.store.recorder import PurgeKind
 
 DAY_S = 86_400.0
 EVE = Principal("eve", 4, "normal", frozenset({"user"}))
@@ -398,11 +400,42 @@ async def test_purge_deletes_archived_sessions(path: Path, kind: Any) -> None:
         while world.sessions.purge(kind, name):
             pass
         assert not await world.use(first)
-        assert len(await world.archived()) == (1 if kind == "session" else 0)
+        n_left = world.sessions.session_counts("ada")[0] + len(await world.archived())
+        assert n_left == (5 if kind == "session" else 0)
     with Archive.open(path) as stored:
         left = {line.session_id for line in stored.sessions()}
         assert first not in left
         assert len(left) == (5 if kind == "session" else 0)
+
+
+@pytest.mark.parametrize("kind", ["session", "client"])
+async def test_purge_is_complete_when_it_returns(path: Path, kind: PurgeKind) -> None:
+    """It is committed, and a session that is loaded at the same time is neither live nor stored afterwards."""
+    async with storing(path) as world:
+        (first, *_) = world.many(6)
+        tasks = TaskGroup("test")
+        tasks.spawn(_called(world.use, first), name="load")
+        await world.committed()
+        assert await _purge(kind, first if kind == "session" else "ada", world.sessions, world.store)
+        with Archive.open(path) as stored:
+            assert first not in {line.session_id for line in stored.sessions()}
+        await tasks.join()
+        assert first not in world.sessions.session_ids()
+        usage = (await world.page()).session_usage
+        assert usage is not None
+        assert usage.live + usage.archived == (5 if kind == "session" else 0)
+        assert usage.archived == len(await world.archived())
+
+
+@pytest.mark.parametrize("kind", ["session", "client"])
+async def test_kv_of_a_deleted_archived_session_is_dropped(path: Path, kind: PurgeKind) -> None:
+    """By running engines, and by those that start later."""
+    async with storing(path) as world:
+        (first, *_) = world.many(6)
+        assert first in world.sessions.kv_owners()
+        await _purge(kind, first if kind == "session" else "ada", world.sessions, world.store)
+        assert first in world.engine.released
+        assert first not in world.sessions.kv_owners()
 
 
 async def test_idle_limit_deletes_archived_sessions(path: Path) -> None:

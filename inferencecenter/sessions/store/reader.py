@@ -156,13 +156,13 @@ class ArchiveReader:
         with self._reading() as database:
             return database.execute(_DUE, values).fetchall()
 
-    def recent_ids(self, limit: int) -> tuple[str, ...]:
-        """Return the ids of the archived sessions used last."""
+    def recent(self, limit: int) -> tuple[tuple[str, str], ...]:
+        """Return the ids and the clients of the archived sessions used last."""
         with self._reading() as database:
             found = database.execute(
-                "SELECT session_id FROM sessions WHERE archived ORDER BY last_used_at DESC LIMIT ?", (limit,)
-            ).fetchall()
-        return tuple(session_id for (session_id,) in found)
+                "SELECT session_id, client_id FROM sessions WHERE archived ORDER BY last_used_at DESC LIMIT ?", (limit,)
+            )
+            return tuple(found.fetchall())
 
     def shares(self, client_id: str) -> tuple[StoredShare, ...]:
         """Return the shares of a client, oldest first."""
