@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import math
 import os
 import sys
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -32,8 +35,11 @@ from inferencecenter.mcp.gateway import ListedTool, McpLostError, McpRefusedErro
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
+    from contextvars import Context
+    from typing import Self
 
     from mcp.client._transport import TransportStreams
+    from mcp.shared._stream_protocols import ReadStream, WriteStream
 
     from inferencecenter.config.sections import McpServerSettings
     from inferencecenter.core.tasks import TaskGroup
@@ -47,6 +53,13 @@ _MAX_PAGES: Final = 16
 _MAX_REASON_CHARS: Final = 400
 _ENVELOPE_BYTES: Final = 64 * 1024
 _MAX_HEADERS_BYTES: Final = 16 * 1024
+_SPARE_RESPONSES: Final = 16
+"""Open HTTP requests of a connection beside its calls: lists, the server's event stream, and cancelled calls."""
+_GET_INTERVAL_S: Final = 0.5
+_MESSAGE_INTERVAL_S: Final = 0.01
+_MESSAGE_BURST: Final = 200
+"""Messages that answer nothing, such as the progress of a call, which a server may send beyond one each interval."""
+_MAX_UNANSWERED: Final = 16
 _CLOSE_S: Final = 2.0
 _KILL_S: Final = 10.0
 _GUARD: Final = Path(__file__).with_name("stdio_guard.py")
@@ -60,8 +73,12 @@ for _name in ("mcp", "httpx2", "httpcore2"):
 
 
 class _Delivery:
-    """Whether a request was certainly not delivered: no connection, or a session that the server does not know."""
+    """Whether a request was certainly not delivered: no connection, or a session that the server does not know.
 
+    Its own POST is the first one of its context; answers to what the server asks while it runs follow.
+    """
+
+    posted = False
     failed = False
 
 
@@ -85,6 +102,7 @@ class McpConnection:
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        self._transport: _BoundedTransport | None = None
         self.is_lost = False
         """Whether no further request can succeed."""
 
@@ -113,7 +131,7 @@ class McpConnection:
             await asyncio.wait([self._task], timeout=_KILL_S)
 
     async def list_tools(self) -> tuple[ListedTool, ...]:
-        """Return the tools of the server, up to the limits, without those whose name cannot be used.
+        """Return the tools of the server, up to the limits, without those whose schema cannot be sent as JSON.
 
         Raises:
             McpUnreachableError: There is no connection.
@@ -126,8 +144,12 @@ class McpConnection:
             params = mcp_types.PaginatedRequestParams(cursor=cursor)
             page = await self._request(mcp_types.ListToolsRequest(params=params), mcp_types.ListToolsResult)
             for tool in page.tools:
-                listed = _listed(tool)
-                n_bytes += len(listed.description) + len(orjson.dumps(listed.parameters))
+                listed = ListedTool(
+                    tool.name, (tool.description or "")[:MAX_DESCRIPTION_CHARS], dict(tool.input_schema)
+                )
+                if (schema := _json(listed.parameters)) is None:
+                    continue
+                n_bytes += len(listed.description) + len(schema)
                 if n_bytes > MAX_LIST_BYTES or len(found) >= MAX_TOOLS:
                     return tuple(found.values())
                 found.setdefault(listed.name, listed)
@@ -150,6 +172,8 @@ class McpConnection:
 
     async def _request(self, request: Any, kind: Any) -> Any:
         session = await asyncio.shield(self._session)
+        if self._transport is not None and self._transport.n_open >= self._settings.max_calls + _SPARE_RESPONSES:
+            self.is_lost = True  # cancelled requests that the server never answered; another connection replaces it
         if self.is_lost:
             raise McpUnreachableError("the connection was lost")
         delivery = _Delivery()
@@ -200,8 +224,10 @@ class McpConnection:
         else:
             read, write = await stack.enter_async_context(await self._http_streams(stack, max_bytes))
         own = mcp_types.Implementation(name="inferencecenter", version=__version__)
+        answers = _Answers(write)
+        messages = _PacedMessages(read, answers)
         session = await stack.enter_async_context(
-            ClientSession(read, write, client_info=own, message_handler=self._on_message)
+            ClientSession(messages, answers, client_info=own, message_handler=self._on_message)
         )
         await session.initialize()
         return session
@@ -214,9 +240,10 @@ class McpConnection:
         self, stack: AsyncExitStack, max_bytes: int
     ) -> AbstractAsyncContextManager[TransportStreams]:
         settings = self._settings
+        self._transport = _BoundedTransport(max_bytes)
         client = await stack.enter_async_context(
             httpx2.AsyncClient(
-                transport=_BoundedTransport(max_bytes),
+                transport=self._transport,
                 headers={"User-Agent": f"inferencecenter/{__version__}", **_headers(settings)},
                 timeout=httpx2.Timeout(settings.connect_timeout_s, read=None),
                 trust_env=False,
@@ -260,37 +287,71 @@ def _headers(settings: McpServerSettings) -> dict[str, str]:
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Refuses compressed responses and long ones; in event streams each event is bounded instead."""
+    """Refuses compressed responses and long ones; in event streams each event is bounded instead.
+
+    The package reopens an event stream that ended as fast as the server tells it to, so GETs have a minimum interval.
+
+    Attributes:
+        n_open: Number of requests without a response that is complete.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(trust_env=False, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=2))
         self._max_bytes = max_bytes
+        self._next_get_s = 0.0
+        self.n_open = 0
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         request.headers["Accept-Encoding"] = "identity"
-        # Only the POST delivers the request; a GET of the same context resumes the stream of its response.
+        self.n_open += 1
+        try:
+            if request.method == "GET":
+                await self._await_turn()
+            response = await self._send(request)
+        except BaseException:
+            self.n_open -= 1
+            raise
+        is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _BoundedStream(response.stream, math.inf if is_stream else self._max_bytes, self._closed)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            await response.aclose()
+            raise httpx2.ReadError("the response is compressed")
+        return response
+
+    async def _send(self, request: httpx2.Request) -> httpx2.Response:
+        # Only its own POST delivers a request; a GET of the same context resumes the stream of its response.
         delivery = _delivery.get() if request.method == "POST" else None
+        if delivery is not None and delivery.posted:
+            delivery = None
         try:
             response = await super().handle_async_request(request)
         except (httpx2.ConnectError, httpx2.ConnectTimeout):
             if delivery is not None:
                 delivery.failed = True
             raise
+        finally:
+            if delivery is not None:
+                delivery.posted = True
         if delivery is not None and response.status_code == 404 and "mcp-session-id" in request.headers:
             delivery.failed = True
-        if response.headers.get("content-encoding", "identity") != "identity":
-            await response.aclose()
-            raise httpx2.ReadError("the response is compressed")
-        if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _BoundedStream(response.stream, self._max_bytes)
         return response
+
+    async def _await_turn(self) -> None:
+        now = time.monotonic()
+        wait_s, self._next_get_s = self._next_get_s - now, max(now, self._next_get_s) + _GET_INTERVAL_S
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+
+    def _closed(self) -> None:
+        self.n_open -= 1
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: httpx2.AsyncByteStream, max_bytes: int) -> None:
+    def __init__(self, stream: httpx2.AsyncByteStream, max_bytes: float, closed: Callable[[], None]) -> None:
         self._stream = stream
         self._max_bytes = max_bytes
+        self._closed: Callable[[], None] | None = closed
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         n_bytes = 0
@@ -301,7 +362,93 @@ class _BoundedStream(httpx2.AsyncByteStream):
             yield chunk
 
     async def aclose(self) -> None:
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed()
         await self._stream.aclose()
+
+
+class _Answers:
+    """The messages to a server; counts the server's requests without an answer.
+
+    Each of them is a task of the package until its answer is sent, which a server that reads nothing prevents.
+    """
+
+    def __init__(self, messages: WriteStream[SessionMessage]) -> None:
+        self._messages = messages
+        self._n_unanswered = 0
+
+    def expect(self) -> bool:
+        """Count a request of the server; ``False`` if too many have no answer."""
+        if self._n_unanswered >= _MAX_UNANSWERED:
+            return False
+        self._n_unanswered += 1
+        return True
+
+    async def send(self, item: SessionMessage, /) -> None:
+        await self._messages.send(item)
+        if isinstance(item.message, mcp_types.JSONRPCResponse | mcp_types.JSONRPCError):
+            self._n_unanswered -= 1
+
+    async def aclose(self) -> None:
+        await self._messages.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class _PacedMessages:
+    """The messages of a server, of which those that answer nothing are paced and, if they are requests, bounded.
+
+    A server that sends them without end would otherwise take a large part of the event loop, and all memory.
+    """
+
+    def __init__(self, messages: ReadStream[SessionMessage | Exception], answers: _Answers) -> None:
+        self._messages = messages
+        self._answers = answers
+        self._next_s = 0.0
+
+    @property
+    def last_context(self) -> Context | None:
+        """The context of the last message's sender, if the transport has it."""
+        return getattr(self._messages, "last_context", None)
+
+    async def receive(self) -> SessionMessage | Exception:
+        while True:
+            item = await self._messages.receive()
+            if isinstance(item, SessionMessage):
+                if isinstance(item.message, mcp_types.JSONRPCRequest | mcp_types.JSONRPCNotification):
+                    await self._pace()
+                if isinstance(item.message, mcp_types.JSONRPCRequest) and not self._answers.expect():
+                    continue
+            return item
+
+    async def _pace(self) -> None:
+        now = time.monotonic()
+        self._next_s = max(now - _MESSAGE_BURST * _MESSAGE_INTERVAL_S, self._next_s) + _MESSAGE_INTERVAL_S
+        if self._next_s > now:
+            await asyncio.sleep(self._next_s - now)
+
+    async def aclose(self) -> None:
+        await self._messages.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SessionMessage | Exception:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 @asynccontextmanager
@@ -387,15 +534,20 @@ def _environment(settings: McpServerSettings) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ} | own
 
 
-def _listed(tool: mcp_types.Tool) -> ListedTool:
-    return ListedTool(tool.name, (tool.description or "")[:MAX_DESCRIPTION_CHARS], dict(tool.input_schema))
+def _json(value: object) -> bytes | None:
+    """Return a value as JSON; ``None`` if clients cannot be sent it: it has an integer of more than 64 bits."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return None
 
 
 def _text_of(result: mcp_types.CallToolResult) -> str:
     """Return a result as text for the model: its text parts, and one line in place of each other part."""
     parts = [_part(block) for block in result.content]
     if not parts and result.structured_content is not None:
-        return orjson.dumps(result.structured_content).decode()
+        found = _json(result.structured_content)
+        return json.dumps(result.structured_content, ensure_ascii=False) if found is None else found.decode()
     return "\n".join(parts)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -224,6 +226,113 @@ async def test_forgotten_session_was_not_delivered() -> None:
         with pytest.raises(McpUnreachableError):
             await connection.call_tool("x", {})
         assert connection.is_lost
+
+
+async def test_tool_with_large_numbers_is_left_out() -> None:
+    """JSON of clients has no integers of more than 64 bits; a result may have them."""
+
+    def answer(request: dict[str, Any], _headers: dict[str, str]) -> Answer:
+        if request["method"] == "tools/call":
+            return reply(request, {"content": [], "structuredContent": {"n": 2**70}})
+        schemas = {"large": {"maximum": 2**70}, "small": {"maximum": 1}}
+        tools = [{"name": name, "inputSchema": {"type": "object", **schema}} for name, schema in schemas.items()]
+        return reply(request, {"tools": tools}) if request["method"] == "tools/list" else ordinary(request)
+
+    async with scripted_server(answer) as port, connected(port) as connection:
+        await connection.open()
+        assert [tool.name for tool in await connection.list_tools()] == ["small"]
+        assert json.loads((await connection.call_tool("small", {})).text) == {"n": 2**70}
+
+
+@asynccontextmanager
+async def hanging_server() -> AsyncIterator[tuple[int, Counter[str]]]:
+    """A server whose calls never end, and whose event streams end at once; yields its port and counts requests.
+
+    The call ``asks`` sends a ping, and loses its connection when the answer was refused with 404.
+    """
+    seen: Counter[str] = Counter()
+    ended, refused = asyncio.Event(), asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := (await reader.readuntil(b"\r\n\r\n")).decode().lower():
+            n_bytes = int(head.partition("content-length:")[2].partition("\r\n")[0] or 0)
+            request = json.loads(await reader.readexactly(n_bytes) or b"{}")
+            seen[request.get("method", head.partition(" ")[0])] += 1
+            fields = {"Mcp-Session-Id": "1", "Content-Type": "application/json"}
+            if head.startswith("get"):
+                status, content = 200, b"retry: 0\nid: 1\ndata:\n\n"
+                fields["Content-Type"] = "text/event-stream"
+            elif request.get("method") == "tools/call":
+                if request["params"]["name"] == "asks":
+                    ping = json.dumps({"jsonrpc": "2.0", "id": 99, "method": "ping"})
+                    writer.write(f"HTTP/1.1 200 x\r\nContent-Type: text/event-stream\r\n\r\ndata: {ping}\n\n".encode())
+                    await refused.wait()
+                    await asyncio.sleep(0.2)  # the client reads the refusal
+                    return
+                await ended.wait()
+                return
+            elif "result" in request:
+                status, content = 404, b""
+                refused.set()
+            else:
+                status, _, content = ordinary({"method": "", **request})
+            block = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+            writer.write(f"HTTP/1.1 {status} x\r\n{block}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+
+    async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await handle(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(guarded, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], seen
+    finally:
+        ended.set()
+        server.close()
+
+
+async def test_refused_answer_to_the_server_says_nothing_about_the_call() -> None:
+    """A call that was delivered is not taken for one that was not, as it would be sent again."""
+    async with hanging_server() as (port, seen), connected(port) as connection:
+        await connection.open()
+        with pytest.raises(McpLostError):
+            await connection.call_tool("asks", {})
+        assert seen["tools/call"] == 1
+
+
+async def test_calls_that_never_end_do_not_take_all_descriptors() -> None:
+    """The package keeps the request of a cancelled call open; with many of them the connection is replaced."""
+    async with hanging_server() as (port, seen), connected(port, max_calls=2) as connection:
+        await connection.open()
+        for n in range(1, 30):
+            calling = asyncio.ensure_future(connection.call_tool("x", {}))  # noqa: TID251 - it is awaited below
+            while seen["tools/call"] < n and not calling.done():  # noqa: ASYNC110 - the server counts
+                await asyncio.sleep(0.001)
+            calling.cancel()
+            await asyncio.wait([calling])
+            if connection.is_lost:
+                break
+        with pytest.raises(McpUnreachableError):
+            await connection.call_tool("x", {})
+        assert 2 < seen["tools/call"] <= 18
+
+
+async def test_event_stream_is_reopened_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever interval the server asks for."""
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def record(delay_s: float) -> None:
+        waits.append(delay_s)
+        await sleep(0)
+
+    async with hanging_server() as (port, seen), connected(port) as connection:
+        await connection.open()
+        monkeypatch.setattr(asyncio, "sleep", record)
+        while seen["get"] < 4:
+            await sleep(0.001)
+        assert len([wait_s for wait_s in waits if wait_s > 0]) >= 3
 
 
 async def test_parts_that_are_no_text_are_named() -> None:
