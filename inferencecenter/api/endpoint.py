@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Match, NoMatchFound, Route
 from inferencecenter.api import sse
 from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, is_slow, parse, read_body
 from inferencecenter.api.errors import OPENAI_ERRORS, ErrorFormat, error_headers
-from inferencecenter.api.foreign_fields import FieldReport, FieldTable
+from inferencecenter.api.foreign_fields import DialectModel, FieldReport, FieldTable
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
@@ -156,7 +156,7 @@ _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 _log = structlog.get_logger(__name__)
 
 
-class NoQuery(BaseModel, extra="forbid", defer_build=True):
+class NoQuery(DialectModel):
     """An empty query."""
 
 

@@ -165,7 +165,7 @@ def invalid_request(
         error: The validation error of pydantic.
         known: Field names, of which the most similar one is suggested for an unknown field.
         given: The validated value. If given, the location is the path in this value, and the error of the branch of a
-            union that matched furthest is reported.
+            union that matched furthest is reported; of several, that of a branch for the value's type.
     """
     if (n_faults := error.error_count()) > _MOST_FAULTS:  # listing all could take seconds
         return InferenceCenterError(
@@ -175,13 +175,25 @@ def invalid_request(
     first, path = faults[0], faults[0]["loc"]
     if given is not None:
         paths = [_path_in(given, fault) for fault in faults]
-        index = max(range(len(faults)), key=lambda at: (paths[at][: len(paths[0])] == paths[0], len(paths[at]), -at))
+        index = max(
+            range(len(faults)),
+            key=lambda at: (
+                paths[at][: len(paths[0])] == paths[0],
+                len(paths[at]),
+                not faults[at]["type"].endswith("_type"),
+                -at,
+            ),
+        )
         first, path = faults[index], paths[index]
     location = ".".join(_cut(str(part), _MAX_ID_CHARS) for part in path)
     if first["type"] == "extra_forbidden":
         message, hint = f"unknown field {location}", _nearest(str(first["loc"][-1]), known)
     elif first["type"] == "missing":
         message, hint = f"{location} is missing", None
+    elif first["type"] == "union_tag_invalid":
+        name = "type" if first["ctx"]["discriminator"].endswith("()") else first["ctx"]["discriminator"].strip("'")
+        tag, expected = _cut(str(first["ctx"]["tag"]), _MAX_ID_CHARS), first["ctx"]["expected_tags"]
+        message, hint = f"{location} has the {name} {tag!r}, which is none of {expected}", None
     elif first["type"] == "value_error":
         message, hint = str(first["ctx"]["error"]), None
     else:

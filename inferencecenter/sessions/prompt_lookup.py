@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptQuery:
-    """A whole conversation for a model, ``None`` for the default; ``thinking`` ``None`` leaves that to the template."""
+    """A whole conversation for a model, ``None`` for the default; ``thinking`` ``None`` leaves that to the template.
+
+    ``prefix`` is the start of the answer.
+    """
 
     messages: tuple[ChatMessage, ...]
     model: str | None = None
     tools: Sequence[Tool] = ()
     thinking: bool | None = None
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def render_query(client: Principal, query: PromptQuery, services: SessionService
         if isinstance(result, InferenceCenterError):
             found.set_exception(result)
         else:
-            prompt = prompt_of(History(), plan, result, implied_bos=renderer.implied_bos)
+            prompt = prompt_of(History(), plan, result, implied_bos=renderer.implied_bos, prefix=query.prefix)
             found.set_result(PromptText(prompt, serving, client.client_id))
 
     withdraw = renderer.render(conversation, client_id=client.client_id, done=finish)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.ipc.messages import Submit, TurnEvent
-    from inferencecenter.protocol.requests import Abort
+    from inferencecenter.protocol.requests import Abort, Infer
     from inferencecenter.sessions.context import Quota, SessionConfig, SessionServices
     from inferencecenter.sessions.event_log import EventLog
     from inferencecenter.sessions.history import History
@@ -193,7 +193,7 @@ class TurnRunner:
             case Cancelled():
                 self._end_early(turn.forced_finish or "aborted")
             case Failed():
-                self._fail(event)
+                self._fail(_with_field(event, turn.spec.request))
             case _:
                 _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
 
@@ -578,6 +578,15 @@ class _Rendering:
 
 def _failure_of(turn_id: str, error: InferenceCenterError) -> Failed:
     return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
+
+
+def _with_field(failure: Failed, request: Infer) -> Failed:
+    """Return a failure with the field of the grammar that the engine refused, if only one can have been."""
+    forms = [name for name in ("json_schema", "regex", "grammar") if getattr(request, name) is not None]
+    given = ["tools", *forms] if request.tools else forms
+    if failure.code != ErrorCode.INVALID_GRAMMAR or failure.field is not None or len(given) != 1:
+        return failure
+    return msgspec.structs.replace(failure, field=given[0])
 
 
 def _prompt_too_long(event: ContextFull, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:

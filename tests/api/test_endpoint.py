@@ -70,9 +70,37 @@ async def test_secret_in_query_is_refused(server: Running) -> None:
     assert server.token not in answer.body.decode()
 
 
-async def test_unknown_query_parameters_are_refused(server: Running) -> None:
+FOREIGN = ["/v1/models", "/v1/models/stub", "/props", "/slots", "/api/tags", "/api/ps", "/api/version"]
+
+
+@pytest.mark.parametrize("path", FOREIGN)
+async def test_unknown_query_parameter_of_a_foreign_dialect_has_no_effect(server: Running, path: str) -> None:
+    """It is named, as a field of a body is."""
+    answer = await request(server, "GET", f"{path}?api-version=2024-10-21")
+    warning = "api-version has no effect: the field is unknown"
+    assert (answer.status, answer.headers["x-warning"]) == (200, warning)
+
+
+async def test_unknown_query_parameter_of_a_post_has_no_effect(server: Running) -> None:
+    """Clients of Azure send one with each request."""
+    answer, _ = await asyncio.gather(post(server, f"{CHAT}?api-version=1", HI), send_answer(server, "Hello"))
+    assert (answer.status, answer.json["warnings"]) == (200, ["api-version has no effect: the field is unknown"])
+
+
+@pytest.mark.parametrize("path", FOREIGN)
+async def test_strict_dialects_refuse_unknown_query_parameters(
+    serve: Callable[..., AbstractAsyncContextManager[Running]], path: str
+) -> None:
+    """By name."""
+    async with serve(strict_dialects=True) as server:
+        answer = await request(server, "GET", f"{path}?page=2")
+    assert answer.status == 400
+    assert "page" in answer.body.decode()
+
+
+async def test_unknown_query_parameters_of_the_own_api_are_refused(server: Running) -> None:
     """Each query parameter is applied or refused by name."""
-    answer = await request(server, "GET", "/v1/models?page=2")
+    answer = await request(server, "GET", "/openapi.json?page=2")
     assert (answer.status, answer.error["param"]) == (400, "page")
 
 

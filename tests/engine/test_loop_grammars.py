@@ -91,11 +91,24 @@ def test_output_follows_the_grammar(engine: Engine) -> None:
     assert engine.front.finished("free").reason == "stop"
 
 
+NEVER = '{"type": "integer", "minimum": 5, "maximum": 1}'
+
+
 @pytest.mark.parametrize(
     ("turn", "code", "said"),
     [
         (formed("t", "x", Grammar("regex", "(a")), "invalid_grammar", "unclosed group"),
         (formed("t", "x", Grammar("json_schema", '{"not": {}}')), "invalid_grammar", "not"),
+        (
+            formed("t", "x", Grammar("lark", f"start: arguments_0_f\narguments_0_f: %json {NEVER}")),
+            "invalid_grammar",
+            "the schema of the tool f cannot be enforced: Unsatisfiable schema",
+        ),
+        (
+            formed("t", "x", Grammar("lark", f"start: answer\nanswer: %json {NEVER}")),
+            "invalid_grammar",
+            "json_schema cannot be enforced: Unsatisfiable schema",
+        ),
         (formed("t", "x", params_json=b'{"ignore_eos":true}'), "invalid_request", "ignore_eos cannot apply"),
         (formed("t", '{"a": 1}', answer=pack_tokens([*b"[1"])), "internal", ""),
     ],

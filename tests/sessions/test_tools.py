@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.core.errors import ErrorCode
-from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogprob
+from inferencecenter.ipc.messages import Failed, SampledLogprobs, TokenDelta, TokenLogprob
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.journal import TokensAppended, TurnEnded
@@ -410,3 +410,17 @@ def test_old_protocol_versions_receive_only_text() -> None:
     """Ops for reasoning and calls are filtered; see ``protocol.codec``."""
     assert not events.Reasoning.first_protocol
     assert not events.ToolCall.first_protocol
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"tools": [WEATHER]}, "tools"), ({"regex": "a"}, "regex"), ({"tools": [WEATHER], "json_schema": {}}, None)],
+)
+def test_refused_grammar_names_the_field_that_gave_it(
+    world: SessionHarness, fields: dict[str, Any], expected: str | None
+) -> None:
+    """The engine knows the grammar only; where two fields may have given it, none is named."""
+    world.infer(world.create(), "Weather?", **fields)
+    world.engine.say(Failed(turn_id=world.engine.last.turn_id, code="invalid_grammar", message="No."))
+    (failure,) = (event for event in world.sink.events if isinstance(event, events.Error))
+    assert (failure.code, failure.field) == ("invalid_grammar", expected)

@@ -41,6 +41,15 @@ class DocumentBlock(DialectModel):
     title: str | None = Field(default=None, description="Its title.")
 
 
+class SearchResultBlock(DialectModel):
+    """A result of a search that the client made."""
+
+    type: Literal["search_result"] = Field(description="Type of the object.")
+    source: str = Field(description="Where it is from.")
+    title: str = Field(description="Its title.")
+    content: Annotated[list[MessageText], Field(max_length=1000, fail_fast=True)] = Field(description="Its text.")
+
+
 class ThinkingBlock(DialectModel):
     """Reasoning of an earlier answer."""
 
@@ -62,7 +71,7 @@ def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-ResultBlock: TypeAlias = Annotated[MessageText | DocumentBlock, Field(discriminator="type")]
+ResultBlock: TypeAlias = Annotated[MessageText | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(DialectModel):
@@ -79,7 +88,8 @@ class ToolResultBlock(DialectModel):
 
 
 Block: TypeAlias = Annotated[
-    MessageText | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    MessageText | DocumentBlock | SearchResultBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 Blocks: TypeAlias = Annotated[
     list[Block],
@@ -158,7 +168,8 @@ class CountTokensRequest(DialectModel):
         description="A name listed by `/v1/models`."
     )
     messages: Annotated[list[MessageParam], Field(max_length=MOST_MESSAGES, fail_fast=True)] = Field(
-        description="The conversation; the last message is from `user`.", json_schema_extra={"minItems": 1}
+        description="The conversation; the last message is from `user`, or the start of the answer.",
+        json_schema_extra={"minItems": 1},
     )
     system: SystemBlocks | None = Field(
         default=None,
@@ -173,6 +184,9 @@ class CountTokensRequest(DialectModel):
         default=None, description="Whether the model reasons first; if absent, the model's default."
     )
     output_config: OutputConfig | None = Field(default=None, description="Options of the answer.")
+    output_format: OutputJson | None = Field(
+        default=None, description="Format of the answer without `output_config`, as the field was called first."
+    )
 
 
 class MessagesRequest(CountTokensRequest):
@@ -193,7 +207,8 @@ class MessagesQuery(DialectModel):
     beta: str | None = Field(default=None, description="Ignored: features are always available.")
 
 
-_BLOCKS: Final = frozenset({"text", "document", "thinking", "tool_use", "tool_result"})
+_BLOCKS: Final = frozenset({"text", "document", "search_result", "thinking", "tool_use", "tool_result"})
+_RESULT_BLOCKS: Final = frozenset({"text", "document", "search_result"})
 
 
 def _type_of(item: Any) -> str | None:
@@ -210,7 +225,7 @@ def _is_other_block(item: Any, _siblings: Mapping[str, Any]) -> bool:
 
 
 def _is_other_result(item: Any, _siblings: Mapping[str, Any]) -> bool:
-    return (kind := _type_of(item)) is not None and kind not in ("text", "document")
+    return (kind := _type_of(item)) is not None and kind not in _RESULT_BLOCKS
 
 
 def _is_server_tool(item: Any, _siblings: Mapping[str, Any]) -> bool:
@@ -240,7 +255,7 @@ MESSAGE_FIELDS: Final = FieldTable(
         ),
         FieldRule(
             field="messages[].content[].content[]",
-            values="of another type than `text` or `document`",
+            values="of another type than `text`, `document` or `search_result`",
             why="the model is given text only",
             applies=_is_other_result,
         ),

@@ -24,6 +24,7 @@ from inferencecenter.api.anthropic.message_schemas import (
     MessagesRequest,
     MessageStreamEvent,
     MessageText,
+    SearchResultBlock,
     ThinkingBlock,
     TokenCount,
     ToolResultBlock,
@@ -115,6 +116,8 @@ _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
     """Return the conversation, with the results of tool calls as messages of their own.
 
+    A message of the assistant at its end is the start of the answer, see ``prefix_of``, and not part of it.
+
     Raises:
         InferenceCenterError: ``invalid_request`` for blocks in the wrong message.
     """
@@ -125,7 +128,8 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
     if any(system):
         said.append(ChatMessage(role="system", content="\n".join(system)))
     called: set[str] = set()
-    for index, message in enumerate(request.messages):
+    begun = prefix_of(request) is not None
+    for index, message in enumerate(request.messages[:-1] if begun else request.messages):
         where = f"messages.{index}"
         if message.role == "assistant":
             answer = _answer(message, where)
@@ -134,8 +138,19 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
         else:
             said += _told(message, where, called)
     if not said or said[-1].role not in ("user", "tool"):
-        raise invalid_field(f"messages.{len(request.messages) - 1}.role", "the last message must have role user")
+        raise invalid_field(
+            f"messages.{len(request.messages) - 1}.role",
+            "the last message must have role user, or be the start of an answer",
+        )
     return tuple(_joined(said))
+
+
+def prefix_of(request: CountTokensRequest) -> str | None:
+    """Return the start of the answer: the text of an assistant's message at the end, ``None`` without one."""
+    last = request.messages[-1]
+    if last.role != "assistant" or not all(isinstance(block, MessageText) for block in last.content):
+        return None
+    return "".join(block.text for block in last.content if isinstance(block, MessageText))
 
 
 def _joined(said: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
@@ -204,6 +219,8 @@ def _result(block: ToolResultBlock) -> str:
 def _text(block: ResultBlock) -> str:
     if isinstance(block, MessageText):
         return block.text
+    if isinstance(block, SearchResultBlock):
+        return "\n".join([block.title, block.source, *(part.text for part in block.content)])
     return block.source.data if block.title is None else f"{block.title}\n{block.source.data}"
 
 
@@ -262,7 +279,7 @@ def infer_of(request: MessagesRequest, place: SessionMatch) -> Infer:
         "top_k": request.top_k,
         "stop": request.stop_sequences,
     }
-    form = None if request.output_config is None else request.output_config.format
+    form = (request.output_config and request.output_config.format) or request.output_format
     return checked(
         Infer,
         {
@@ -275,6 +292,7 @@ def infer_of(request: MessagesRequest, place: SessionMatch) -> Infer:
             "parallel_tool_calls": request.tool_choice is None or not request.tool_choice.disable_parallel_tool_use,
             "json_schema": None if form is None else form.schema_,
             "strict_schema": False,
+            "prefix": None if form is not None else prefix_of(request) or None,
             "thinking": thinking_of(request),
             "thinking_required": False,
         },
@@ -504,6 +522,7 @@ async def count_tokens(call: Call) -> Reply:
         model=request.model,
         tools=tools_of(request) or (),
         thinking=thinking_of(request),
+        prefix=prefix_of(request) or "",
     )
     return document({"input_tokens": await count_prompt_tokens(call.context, call.request_context, query)})
 

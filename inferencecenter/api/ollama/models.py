@@ -102,6 +102,10 @@ OLLAMA_SHOW_FIELDS: Final = FieldTable(
 """The fields of ``/api/show``."""
 
 
+OLLAMA_QUERY: Final = FieldTable("ollama")
+"""Query parameters of the lists, of which there are none."""
+
+
 class OllamaDetails(AnswerModel):
     """Facts of a model's file; empty if it cannot be read."""
 
@@ -362,6 +366,7 @@ OPERATIONS: Final = (
         summary="List the models, as Ollama does.",
         handler=tags,
         answer=OllamaModels,
+        fields=OLLAMA_QUERY,
         error_format=OLLAMA_ERRORS,
         local_account=True,
     ),
@@ -370,6 +375,7 @@ OPERATIONS: Final = (
         path="/api/tags",
         summary="Return the head of the list of models.",
         handler=tags,
+        fields=OLLAMA_QUERY,
         error_format=OLLAMA_ERRORS,
         local_account=True,
     ),
@@ -379,6 +385,7 @@ OPERATIONS: Final = (
         summary="List the models in memory, as Ollama does.",
         handler=loaded,
         answer=ModelsInMemory,
+        fields=OLLAMA_QUERY,
         error_format=OLLAMA_ERRORS,
         local_account=True,
     ),
@@ -401,6 +408,7 @@ OPERATIONS: Final = (
         handler=version,
         answer=OllamaVersion,
         scope=None,
+        fields=OLLAMA_QUERY,
         error_format=OLLAMA_ERRORS,
     ),
     Operation(
@@ -409,6 +417,7 @@ OPERATIONS: Final = (
         summary="Return the head of the version.",
         handler=version,
         scope=None,
+        fields=OLLAMA_QUERY,
         error_format=OLLAMA_ERRORS,
     ),
 )

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, RootModel
 
 import inferencecenter
 from inferencecenter.api.endpoint import Call, Operation, document
+from inferencecenter.api.foreign_fields import FieldRule, FieldTable
 from inferencecenter.api.openai.chat import checked_conversation, infer_of
 from inferencecenter.api.openai.chat_schemas import CHAT_FIELDS, ChatRequest
 from inferencecenter.api.prompt_counts import COUNT_ERRORS
@@ -21,6 +22,17 @@ from inferencecenter.sessions.prompt_lookup import PromptQuery
 if TYPE_CHECKING:
     from inferencecenter.api.endpoint import Reply
     from inferencecenter.ipc.messages import ModelInfo
+
+
+PROPS_FIELDS: Final = FieldTable(
+    "llama-server",
+    rules=(
+        FieldRule(field="model", why="the answer is about the default model"),
+        FieldRule(field="autoload", why="turns load models"),
+        FieldRule(field="fail_on_no_slot", why="turns wait for a slot"),
+    ),
+)
+"""Query parameters of ``/props`` and ``/slots``."""
 
 
 class GenerationDefaults(BaseModel, defer_build=True):
@@ -106,9 +118,15 @@ async def apply_template(call: Call) -> Reply:
     request, client = call.body, call.caller.client
     messages = (await checked_conversation(call)).messages
     infer = infer_of(request, SessionMatch("-", messages[-1:]), 0)
-    query = PromptQuery(messages=messages, model=request.model, tools=infer.tools or (), thinking=infer.thinking)
+    query = PromptQuery(
+        messages=messages,
+        model=request.model,
+        tools=infer.tools or (),
+        thinking=infer.thinking,
+        prefix=infer.prefix or "",
+    )
     rendered = await call.request_context.wait_for(call.context.sessions.render_prompt(client, query))
-    return document({"prompt": rendered.prompt.text + (infer.prefix or "")})
+    return document({"prompt": rendered.prompt.text})
 
 
 def _model(call: Call) -> ModelInfo:
@@ -133,6 +151,7 @@ OPERATIONS: Final = (
         handler=props,
         answer=ServerProperties,
         errors=(ErrorCode.MODEL_LOADING,),
+        fields=PROPS_FIELDS,
     ),
     Operation(
         method="GET",
@@ -141,6 +160,7 @@ OPERATIONS: Final = (
         handler=slots,
         answer=Slots,
         errors=(ErrorCode.MODEL_LOADING,),
+        fields=PROPS_FIELDS,
     ),
     Operation(
         method="POST",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, Field
 
 from inferencecenter.api.endpoint import Call, Operation, document
+from inferencecenter.api.foreign_fields import FieldRule, FieldTable
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -15,12 +17,28 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import ServerContext
 
 
+_ALL_LISTED: Final = "all models are listed at once"
+
+MODELS_FIELDS: Final = FieldTable(
+    "models",
+    rules=(
+        FieldRule(field="limit", why=_ALL_LISTED),
+        FieldRule(field="after_id", why=_ALL_LISTED),
+        FieldRule(field="before_id", why=_ALL_LISTED),
+    ),
+)
+"""Query parameters of the list of models, which are Anthropic's."""
+
+
 class Model(BaseModel, defer_build=True):
-    """A model that the client may use."""
+    """A model that the client may use, with the fields of OpenAI and of Anthropic."""
 
     id: str = Field(description="Its name.")
     object: Literal["model"] = "model"
     created: int = Field(description="Unix seconds of the daemon's start.")
+    type: Literal["model"] = "model"
+    display_name: str = Field(description="The same as `id`, as of Anthropic.")
+    created_at: str = Field(description="The same as `created`, as of Anthropic.")
     owned_by: Literal["inferencecenter"] = "inferencecenter"
     aliases: tuple[str, ...] = Field(default=(), description="Further names for `model` in requests.")
     state: Literal["unloaded", "loading", "loaded", "asleep", "failed"] = Field(
@@ -55,11 +73,17 @@ class ModelList(BaseModel, defer_build=True):
 
     object: Literal["list"] = "list"
     data: list[Model] = Field(description="The models.")
+    has_more: Literal[False] = Field(default=False, description="Always false: all models are listed at once.")
+    first_id: str | None = Field(description="The first model, as of Anthropic; null without one.")
+    last_id: str | None = Field(description="The last model, as of Anthropic; null without one.")
 
 
 async def list_models(call: Call) -> Reply:
     """Return all models that the client may use."""
-    return document(ModelList(data=_models(call)).model_dump())
+    found = _models(call)
+    ids = [model.id for model in found]
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    return document(ModelList(data=found, first_id=first_id, last_id=last_id).model_dump())
 
 
 async def get_model(call: Call) -> Reply:
@@ -89,9 +113,12 @@ def _model(context: ServerContext, summary: ModelSummary) -> Model:
         meta = ModelMeta(
             n_vocab=info.n_vocab, n_ctx_train=info.n_ctx_train, n_params=info.n_params, size=info.size_bytes
         )
+    created = int(context.clock() - context.uptime_s())
     return Model(
         id=name,
-        created=int(context.clock() - context.uptime_s()),
+        created=created,
+        display_name=name,
+        created_at=datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         aliases=tuple(alias for alias, of in models.aliases.items() if of == name),
         state=summary.state,
         capabilities=_CAPABILITIES[models.kind_of(name)],
@@ -102,7 +129,14 @@ def _model(context: ServerContext, summary: ModelSummary) -> Model:
 
 
 OPERATIONS: Final = (
-    Operation(method="GET", path="/v1/models", summary="List the models.", handler=list_models, answer=ModelList),
+    Operation(
+        method="GET",
+        path="/v1/models",
+        summary="List the models.",
+        handler=list_models,
+        answer=ModelList,
+        fields=MODELS_FIELDS,
+    ),
     Operation(
         method="GET",
         path="/v1/models/{model}",
@@ -110,5 +144,6 @@ OPERATIONS: Final = (
         handler=get_model,
         answer=Model,
         errors=(ErrorCode.MODEL_NOT_FOUND,),
+        fields=MODELS_FIELDS,
     ),
 )

@@ -229,10 +229,6 @@ class RemainingItems(RequestModel):
     items: list[InputItem]
 
 
-class ListConversationItems(ListItems, DialectModel):
-    """Query of a page of items of a conversation."""
-
-
 class ConversationObject(ResponseObject):
     """A conversation."""
 
@@ -460,6 +456,7 @@ OPERATIONS: Final = (
         handler=retrieve,
         answer=ConversationObject,
         errors=_FOUND_ERRORS,
+        fields=RESPONSE_FIELDS,
     ),
     Operation(
         method="POST",
@@ -479,6 +476,7 @@ OPERATIONS: Final = (
         handler=delete,
         answer=DeletedConversation,
         errors=_FOUND_ERRORS,
+        fields=RESPONSE_FIELDS,
     ),
     Operation(
         method="POST",
@@ -496,7 +494,7 @@ OPERATIONS: Final = (
         path=_ITEMS,
         summary="List the items of a conversation.",
         handler=list_items,
-        query=ListConversationItems,
+        query=ListItems,
         answer=ItemList,
         errors=_FOUND_ERRORS,
         fields=RESPONSE_FIELDS,
@@ -507,6 +505,7 @@ OPERATIONS: Final = (
         summary="Retrieve an item of a conversation.",
         handler=retrieve_item,
         errors=(*_FOUND_ERRORS, ErrorCode.TURN_NOT_FOUND),
+        fields=RESPONSE_FIELDS,
     ),
     Operation(
         method="DELETE",
@@ -515,6 +514,7 @@ OPERATIONS: Final = (
         handler=delete_item,
         answer=ConversationObject,
         errors=(*_CHANGE_ERRORS, *_OPEN_ERRORS, ErrorCode.TURN_NOT_FOUND),
+        fields=RESPONSE_FIELDS,
     ),
 )
 """HTTP operations of conversations."""

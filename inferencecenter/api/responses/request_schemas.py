@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from inferencecenter.api.body import RequestModel, text_only
+from inferencecenter.api.body import text_only
 from inferencecenter.api.custom_tools import (
     LARK_IS_TOLD,
     MAX_DEFINITION_CHARS,
@@ -900,8 +900,25 @@ def _is_foreign_summary(item: Any, _siblings: Mapping[str, Any]) -> bool:
     return isinstance(content, str) and not content.startswith(OWN_SUMMARY)
 
 
-_RECORDS: Final = frozenset({"web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"})
-"""Items that only record the execution of server-side tools."""
+_RECORDS: Final = frozenset(
+    {
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "code_interpreter_call",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+"""Items that record the execution of OpenAI's own tools."""
 
 RESPONSE_FIELDS: Final = FieldTable(
     "responses",
@@ -927,8 +944,15 @@ RESPONSE_FIELDS: Final = FieldTable(
         FieldRule(
             field="input[]",
             values=", ".join(f"`{kind}`" for kind in sorted(_RECORDS)),
-            why="the model is not given records of tools that ran on a server",
+            why="the model is not given records of tools that it is not offered",
             applies=lambda item, _: isinstance(item, dict) and item.get("type") in _RECORDS,
+        ),
+        FieldRule(
+            field="input[]",
+            values="`item_reference`",
+            why="items are not found by their ids; send the items themselves, or `previous_response_id`",
+            applies=lambda item, _: isinstance(item, dict) and item.get("type") == "item_reference",
+            refused=True,
         ),
         FieldRule(
             field="input[]",
@@ -1002,7 +1026,7 @@ RESPONSE_FIELDS: Final = FieldTable(
 """The fields of responses, over HTTP and WebSocket."""
 
 
-class ListItems(RequestModel):
+class ListItems(DialectModel):
     """Query of a page of items."""
 
     after: str | None = Field(default=None, max_length=128, description="`last_id` of the previous page.")

@@ -528,6 +528,7 @@ OPERATIONS: Final = (
         handler=delete,
         answer=Deleted,
         errors=(ErrorCode.TURN_NOT_FOUND,),
+        fields=RESPONSE_FIELDS,
     ),
     Operation(
         method="POST",
@@ -536,6 +537,7 @@ OPERATIONS: Final = (
         handler=cancel,
         answer=Response,
         errors=(ErrorCode.TURN_NOT_FOUND,),
+        fields=RESPONSE_FIELDS,
     ),
     Operation(
         method="GET",
@@ -545,6 +547,7 @@ OPERATIONS: Final = (
         query=ListItems,
         answer=ItemList,
         errors=(ErrorCode.TURN_NOT_FOUND,),
+        fields=RESPONSE_FIELDS,
     ),
 )
 """HTTP operations of responses."""

@@ -91,6 +91,11 @@ _LIMITS: Final = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 _NO_LINES: Final = re.compile(r"(\n +\d+ \| *)+$")
 _PLACE: Final = re.compile(r"^(at )?\d+\(\d+\): ")
 _EXCERPT: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+_SCHEMA_ERROR: Final = re.compile(
+    r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>[^\n]*)\n"
+    r"(?:.*\n)?? +(?P=line) \| (?:arguments_\d+_(?P<tool>[\w-]+)|answer): ",
+)
+"""A refused schema in the grammar of an answer, whose rules the output parser has named."""
 _GBNF_ESCAPE: Final = re.compile(r"\\(\\|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})")
 
 
@@ -342,6 +347,9 @@ def _unescaped(found: re.Match[str]) -> str:
 
 def _reason(message: str, kind: str) -> str:
     """Return llguidance's message, without parts the client did not write."""
+    if found := _SCHEMA_ERROR.match(message):
+        schema = "json_schema" if found["tool"] is None else f"the schema of the tool {found['tool']}"
+        message = f"{schema} cannot be enforced: {found['why']}"
     reason = _NO_LINES.sub("", message.replace("\n<non-verbose/>", "").replace(_OPTIONS.strip(), "").rstrip())
     if kind in {"json_schema", "regex"}:
         reason = _PLACE.sub("", _EXCERPT.sub("", reason)).removeprefix("failed to compile JSON schema: ")

@@ -1,12 +1,13 @@
 """The part of a JSON Schema that a grammar can enforce. Pure.
 
-llguidance refuses a schema with a keyword that it does not implement, however useful the rest is. The schema of a tool
-that is not strict, or of such a form, keeps the rest: ``enforceable`` returns the schema without these keywords, for
-the grammar, and names them for the warnings of the turn. The model reads the whole schema in its prompt. Removing a
-keyword only widens what the grammar accepts. Invariant: llguidance compiles ``enforceable`` schemas, except for errors
-of the schema itself. Clients choose schemas, and this runs on the event loop: the work is linear in the schema's size,
-and superlinear parts (comparing the options of ``oneOf``, compiling patterns) have a budget. Beyond it options count as
-overlapping, and patterns as valid.
+llguidance refuses a schema with a keyword that it does not implement, or whose value is malformed, however useful the
+rest is. The schema of a tool that is not strict, or of such a form, keeps the rest: ``enforceable`` returns the schema
+without these keywords, for the grammar, and names them for the warnings of the turn. The model reads the whole schema
+in its prompt. Removing a keyword only widens what the grammar accepts. Invariant: llguidance compiles ``enforceable``
+schemas, except for those that no value satisfies, and for numbers and identifiers that it cannot represent. Clients
+choose schemas, and this runs on the event loop: the work is linear in the schema's size, and superlinear parts
+(comparing the options of ``oneOf``, compiling patterns) have a budget. Beyond it options count as overlapping, and
+patterns as valid.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import re
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import unquote
 
 import regex
 
@@ -61,6 +63,22 @@ _SCHEMA: Final = frozenset(("items", "additionalItems", "additionalProperties"))
 _SCHEMAS: Final = frozenset(("items", "prefixItems", "allOf", "anyOf", "oneOf"))
 _NAMED_SCHEMAS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _NESTING: Final = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS
+_LISTS: Final = frozenset(("enum", "required", "anyOf", "oneOf", "allOf", "prefixItems"))
+_COUNTS: Final = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
+_NUMBERS: Final = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_CONCERNS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("minLength", "maxLength", "pattern"), "string"),
+    **dict.fromkeys(_NUMBERS, "number"),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), "array"),
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties", "required"), "object"),
+}
+"""The type of value that a keyword is about; llguidance ignores it in schemas of other types."""
+_EXCLUSIVE: Final = frozenset(("exclusiveMinimum", "exclusiveMaximum"))
+"""Limits that are true or false in draft 4, which OpenAPI 3.0 took over."""
+_TEXTS: Final = frozenset(("pattern", "format", "$ref"))
+_EMPTY: Final = frozenset(("required", "prefixItems", "allOf"))
+"""Lists that demand nothing if they are empty; an empty list of another keyword allows nothing."""
+_DIALECTS: Final = re.compile(r"https?://json-schema\.org/(?:draft-0[4-7]|draft/(?:2019-09|2020-12))/schema#?")
 # Rust's regular expressions have no look-around and no backreferences, llguidance's no word boundaries.
 _IRREGULAR: Final = re.compile(r"\\\\|\\[1-9kbBZGc]|\(\?(?:<?[=!]|>)|\(\?P=")
 
@@ -69,6 +87,8 @@ _MAX_COMPARISONS: Final = 5_000
 _MAX_COMPARED: Final = 16
 """Listed values, and required properties, of a schema that are compared with those of another."""
 _MAX_PATTERN_CHARS: Final = 8_192
+_MAX_DIGITS: Final = 10
+"""Digits of an index in a reference."""
 _FLAGS: Final = re.compile(r"\(\?(?!:|P?<)")
 
 
@@ -105,47 +125,160 @@ def enforceable(schema: Any, *, strict: bool) -> tuple[Any, list[Unenforced]]:
 
     Unless ``strict``, ``oneOf`` accepts any of its schemas, as llguidance cannot always verify that only one matches.
     """
-    found: list[Unenforced] = []
-    return _enforceable(schema, (), found, _Budget(), coerce=not strict), found
+    if schema is None:
+        return None, []
+    reader = _SchemaReader(schema, coerce=not strict)
+    return reader.read(schema, ()), reader.found
 
 
-def _enforceable(schema: Any, path: tuple[str, ...], found: list[Unenforced], budget: _Budget, *, coerce: bool) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    kept: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _SATISFIED and value in _SATISFIED[key]:
-            continue
-        if not _supports(key, value, schema, budget):
-            found.append(Unenforced(".".join(path), f"{key} {value}" if key == "format" else key))
-            continue
-        nests = key in _NESTING and isinstance(value, dict | list)
-        kept[key] = _inner(key, value, (*path, key), found, budget, coerce=coerce) if nests else value
-    options = kept.get("oneOf")
-    if isinstance(options, list):
-        if not all(_are_disjoint(one, other, budget) for one, other in combinations(options, 2)):
-            found.append(Unenforced(".".join(path), "oneOf"))
-        if coerce:
-            del kept["oneOf"]
-            _add_any_of(kept, options)
-    return kept
+class _SchemaReader:
+    """Reads one schema, and collects in ``found`` what cannot be enforced."""
+
+    def __init__(self, root: Any, *, coerce: bool) -> None:
+        self.found: list[Unenforced] = []
+        self._root = root
+        self._coerce = coerce
+        self._budget = _Budget()
+        self._anchors: frozenset[str] | None = None
+
+    def read(self, schema: Any, path: tuple[str, ...]) -> Any:
+        """Return the part of a schema that can be enforced."""
+        if not isinstance(schema, dict):
+            return schema if isinstance(schema, bool) else self._leave(path, "schema")
+        kept: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _SATISFIED and value in _SATISFIED[key]:
+                continue
+            if key == "$schema" and not (isinstance(value, str) and _DIALECTS.fullmatch(value)):
+                continue  # a meta-schema demands nothing of a value
+            if not self._supports(key, value, schema):
+                self._leave(path, f"{key} {value}" if key == "format" and isinstance(value, str) else key)
+                continue
+            nests = key in _NESTING and isinstance(value, dict | list | bool)
+            kept[key] = self._inner(key, value, (*path, key)) if nests else value
+        options = kept.get("oneOf")
+        if options is not None:
+            if not all(_are_disjoint(one, other, self._budget) for one, other in combinations(options, 2)):
+                self._leave(path, "oneOf")
+            if self._coerce:
+                del kept["oneOf"]
+                _add_any_of(kept, options)
+        return kept
+
+    def _leave(self, path: tuple[str, ...], keyword: str) -> bool:
+        """Add what cannot be enforced, and return the schema of any value."""
+        self.found.append(Unenforced(".".join(path), keyword))
+        return True
+
+    def _inner(self, key: str, value: Any, path: tuple[str, ...]) -> Any:
+        """Return the value of a keyword, whose schemas are enforceable."""
+        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+            return {
+                name: self.read(inner, (*path, name))
+                for name, inner in value.items()
+                if key != "patternProperties" or self._is_regular(name, path)
+            }
+        if key in _SCHEMAS and isinstance(value, list):
+            return [self.read(inner, (*path, str(index))) for index, inner in enumerate(value)]
+        return self.read(value, path) if key in _SCHEMA else value
+
+    def _supports(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+        """Return whether a grammar can enforce a keyword."""
+        if isinstance(value, bool) and key in _EXCLUSIVE:
+            return isinstance(self._root, dict) and "draft-04" in str(self._root.get("$schema"))
+        if not _concerns(key, schema):
+            return True
+        if key in _UNIMPLEMENTED or not _is_well_formed(key, value):
+            return False
+        match key:
+            case "format":
+                supported = value in _FORMATS or not _may_be_text(schema)
+            case "pattern":
+                supported = _compiles(value, self._budget)
+            case "minProperties" | "maxProperties":
+                supported = _are_all_required(schema) or (key == "minProperties" and value == 0)
+            case "type":
+                supported = _are_types(value)
+            case "$ref":
+                supported = self._resolves(value)
+            case _:
+                supported = True
+        return supported
+
+    def _resolves(self, reference: str) -> bool:
+        """Return whether a reference names a part of this schema that is kept."""
+        fragment = unquote(reference.removeprefix("#"))
+        if not reference.startswith("#") or not fragment:
+            return reference == "#"
+        if not fragment.startswith("/"):
+            if self._anchors is None:
+                self._anchors = _anchors(self._root)
+            return fragment in self._anchors
+        part, is_name = self._root, False
+        for step in fragment[1:].split("/"):
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(part, dict):
+                if not is_name and (name in _UNIMPLEMENTED or (name == "oneOf" and self._coerce)):
+                    return False
+                part, is_name = part.get(name), not is_name and name in _NAMED_SCHEMAS
+            elif isinstance(part, list) and name.isascii() and name.isdigit() and len(name) < _MAX_DIGITS:
+                part = part[int(name)] if int(name) < len(part) else None
+            else:
+                return False
+        return isinstance(part, dict | bool)
+
+    def _is_regular(self, pattern: str, path: tuple[str, ...]) -> bool:
+        """Return whether a pattern of property names can be enforced; if not, it is added to ``found``."""
+        if _compiles(pattern, self._budget):
+            return True
+        self._leave(path, pattern)
+        return False
 
 
-def _inner(  # noqa: PLR0913 - of one recursion
-    key: str, value: Any, path: tuple[str, ...], found: list[Unenforced], budget: _Budget, *, coerce: bool
-) -> Any:
-    """Return the value of a keyword, whose schemas are enforceable."""
-    if key in _NAMED_SCHEMAS and isinstance(value, dict):
-        return {
-            name: _enforceable(inner, (*path, name), found, budget, coerce=coerce)
-            for name, inner in value.items()
-            if key != "patternProperties" or _is_regular(name, path, found, budget)
-        }
-    if key in _SCHEMAS and isinstance(value, list):
-        return [
-            _enforceable(inner, (*path, str(index)), found, budget, coerce=coerce) for index, inner in enumerate(value)
-        ]
-    return _enforceable(value, path, found, budget, coerce=coerce) if key in _SCHEMA else value
+def _anchors(root: Any) -> frozenset[str]:
+    """Return the names that parts of a schema have."""
+    found, rest = set(), [root]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            name = part.get("$anchor")
+            if isinstance(name, str):
+                found.add(name)
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part
+    return frozenset(found)
+
+
+def _are_types(value: Any) -> bool:
+    """Return whether the value of ``type`` names types, all of which exist."""
+    kinds = [value] if isinstance(value, str) else value
+    return isinstance(kinds, list) and bool(kinds) and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)
+
+
+def _concerns(key: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a keyword is about values of the schema's types."""
+    return key not in _CONCERNS or not _are_types(schema.get("type")) or _CONCERNS[key] in _kinds(schema)
+
+
+def _is_well_formed(key: str, value: Any) -> bool:
+    """Return whether the value of a keyword has the type that JSON Schema demands."""
+    if key in _LISTS:
+        well_formed = isinstance(value, list) and (bool(value) or key in _EMPTY)
+    elif key in _SCHEMA:
+        well_formed = isinstance(value, dict | bool) or (key == "items" and isinstance(value, list))
+    elif key in ("properties", "patternProperties"):
+        well_formed = isinstance(value, dict)
+    elif key in _COUNTS:
+        well_formed = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    elif key in _NUMBERS:
+        well_formed = isinstance(value, int | float) and not isinstance(value, bool)
+        well_formed = well_formed and (key != "multipleOf" or value != 0)
+    elif key in _TEXTS:
+        well_formed = isinstance(value, str)
+    else:
+        return True
+    return well_formed and (key != "required" or all(map(_is_text, value)))
 
 
 def _add_any_of(schema: dict[str, Any], options: list[Any]) -> None:
@@ -153,24 +286,6 @@ def _add_any_of(schema: dict[str, Any], options: list[Any]) -> None:
         schema["anyOf"] = options
     else:
         schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": options}]
-
-
-def _supports(key: str, value: Any, schema: Mapping[str, Any], budget: _Budget) -> bool:
-    """Return whether a grammar can enforce a keyword."""
-    match key, value:
-        case "format", str():
-            supported = value in _FORMATS or not _may_be_text(schema)
-        case "pattern", str():
-            supported = _compiles(value, budget)
-        case "minProperties" | "maxProperties", int():
-            supported = _are_all_required(schema) or (key == "minProperties" and value == 0)
-        case "type", str() | list():
-            supported = _TYPES.issuperset([value] if isinstance(value, str) else filter(_is_text, value))
-        case "$ref", str():
-            supported = value.startswith("#")
-        case _:
-            supported = key not in _UNIMPLEMENTED
-    return supported
 
 
 def _is_text(value: object) -> bool:
@@ -187,14 +302,6 @@ def _are_all_required(schema: Mapping[str, Any]) -> bool:
 def _may_be_text(schema: Mapping[str, Any]) -> bool:
     kinds = schema.get("type", "string")
     return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
-
-
-def _is_regular(pattern: str, path: tuple[str, ...], found: list[Unenforced], budget: _Budget) -> bool:
-    """Return whether a pattern of property names can be enforced; if not, it is added to ``found``."""
-    if _compiles(pattern, budget):
-        return True
-    found.append(Unenforced(".".join(path), pattern))
-    return False
 
 
 def _compiles(pattern: str, budget: _Budget) -> bool:

@@ -49,6 +49,38 @@ def test_text_blocks_are_joined_as_lines() -> None:
     ) == [("system", "one\ntwo"), ("user", "a\nT\nbody")]
 
 
+def test_results_of_a_search_are_text() -> None:
+    """With their title and their source, in a message and as the result of a tool."""
+    found = {"type": "search_result", "title": "T", "source": "s", "content": [{"type": "text", "text": "body"}]}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [found]}
+    assert told(
+        {"role": "user", "content": [found, {"type": "text", "text": "Why?"}]},
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [result]},
+    ) == [("user", "T\ns\nbody\nWhy?"), ("assistant", ""), ("tool", "T\ns\nbody")]
+
+
+def test_message_of_the_assistant_at_the_end_is_the_start_of_the_answer() -> None:
+    """It is not part of the conversation, and an empty one begins nothing."""
+    blocks = [{"type": "text", "text": "The "}, {"type": "text", "text": "capital"}]
+    for content, expected in ((blocks, "The capital"), ("{", "{"), ("", None)):
+        asked = request(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}])
+        conversation = conversation_of(asked)
+        assert [(said.role, said.content) for said in conversation] == [("user", "Hi")]
+        assert infer_of(asked, SessionMatch("s", conversation)).prefix == expected
+
+
+@pytest.mark.parametrize("config", [{}, {"output_config": {"effort": "high"}}, {"output_config": {"format": "FORM"}}])
+def test_format_may_have_its_first_name(config: dict[str, Any]) -> None:
+    """The field ``output_config`` takes precedence."""
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    if "format" in config.get("output_config", {}):
+        config = {"output_config": {"format": {**form, "schema": {"type": "array"}}}}
+    asked = request(output_format=form, **config)
+    infer = infer_of(asked, SessionMatch("s", conversation_of(asked)))
+    assert infer.json_schema == {"type": "array" if "format" in config.get("output_config", {}) else "object"}
+
+
 def test_billing_header_is_not_part_of_the_prompt() -> None:
     """Nor is a system prompt of nothing else."""
     header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f;"}
@@ -106,7 +138,8 @@ def test_results_of_one_message_become_separate_messages() -> None:
             "messages.0.content.0.tool_use_id",
         ),
         ([{"role": "user", "content": [USE]}], "messages.0.content.0"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "messages.1.role"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": [USE]}], "messages.1.role"),
+        ([{"role": "assistant", "content": "b"}], "messages.0.role"),
         ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages[].content[]"),
     ],
 )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
+    from anthropic import AsyncAnthropic
+
     from tests.server.harness import Running
 
 
@@ -78,6 +80,15 @@ async def test_unknown_model_is_answered_by_the_default_if_configured(
     warning = "model has no effect: there is no model 'gpt-99', and the default answers"
     assert (answer["model"], answer["warnings"]) == ("stub", [warning])
     assert (final["model"], final["warnings"]) == ("stub", [warning])
+
+
+async def test_list_is_read_by_the_anthropic_package(server: Running, claude: AsyncAnthropic) -> None:
+    """Its page ends the list, whatever number of models was asked for."""
+    models = [model async for model in claude.models.list(limit=1)]
+    assert [(model.id, model.display_name, model.type) for model in models] == [("stub", "stub", "model")]
+    found = await claude.models.retrieve("stub")
+    created = (await request(server, "GET", "/v1/models/stub")).json["created"]
+    assert found.created_at.timestamp() == created
 
 
 @pytest.mark.parametrize("header", ["x-api-key", "api-key"])

@@ -44,6 +44,23 @@ def test_input_items_become_messages() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ([{"role": "user", "content": "a"}] * 10_001, "input", "list should have at most"),
+        ([{"type": "frob"}], "input.0", "input.0 has the type 'frob', which is none of 'message', "),
+        (5, "input", "input should be a valid string"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input.0.content.0.text", "is missing"),
+    ],
+)
+def test_error_is_about_the_branch_that_was_meant(given: Any, field: str, message: str) -> None:
+    """Input is a text or a list; a list is not refused for being no text."""
+    with pytest.raises(InferenceCenterError) as refused:
+        checked(CreateResponse, {"input": given})
+    assert refused.value.field == field
+    assert message in refused.value.message
+
+
 def test_reasoning_text_and_calls_become_one_message() -> None:
     """A response sent back as input equals the stored message."""
     request = read(
