@@ -34,7 +34,7 @@ def test_input_is_read_from_any_two_pieces(arguments: str) -> None:
 
 @given(st.text(), st.booleans(), st.lists(st.integers(0, 200)))
 def test_input_of_any_text_is_that_text(text: str, ascii_only: bool, cuts: list[int]) -> None:
-    """However it is escaped and cut."""
+    """The result does not depend on how the text is escaped and split."""
     arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
     places = [0, *sorted(cuts), len(arguments)]
     assert read_in_pieces([arguments[a:b] for a, b in pairwise(places)]) == text
@@ -93,7 +93,7 @@ def test_white_space_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_description_has_the_grammar() -> None:
-    """After the description of the tool, if it has one."""
+    """The grammar follows the tool's own description."""
     tool = function_of("patch", "Edit files.", syntax="lark", definition='start: start "x"')
     assert tool.description == 'Edit files.\n\nThe input is text that matches this Lark grammar:\n\nstart: start "x"'
     assert function_of("patch", None, syntax=None, definition="").description == "The input is plain text."

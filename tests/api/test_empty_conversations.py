@@ -22,7 +22,7 @@ OPENAI_WORDS = (
 
 
 async def test_chat_completion_without_messages(server: Running, ada: AsyncOpenAI) -> None:
-    """Also with a prompt template, and in a stream, which does not begin."""
+    """A prompt template does not change it; a stream does not begin."""
     for streams in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
             await ada.chat.completions.create(model="stub", messages=[], stream=streams)
@@ -34,7 +34,7 @@ async def test_chat_completion_without_messages(server: Running, ada: AsyncOpenA
 
 
 async def test_message_without_messages(server: Running) -> None:
-    """Also where its tokens are counted."""
+    """Counting its tokens is refused, too."""
     async with AsyncAnthropic(
         base_url=f"http://127.0.0.1:{server.port}", auth_token=server.token, max_retries=0
     ) as claude:

@@ -224,7 +224,7 @@ async def test_requests_count_as_connections_of_the_client(serve: Serve) -> None
 
 
 async def test_connection_slot_is_released_after_each_request(serve: Serve) -> None:
-    """However a request ends."""
+    """It is released whichever way the request ends."""
     async with serve(max_connections_per_client=1) as server:
         for _ in range(3):
             async with open_stream(server, HI):
@@ -265,7 +265,7 @@ async def test_drain_lets_running_streams_finish(serve: Serve) -> None:
 
 
 async def test_draining_daemon_answers_503(server: Running) -> None:
-    """On connections that are already open."""
+    """Requests on open connections are refused, too."""
     server.context.hub.draining = True
     answer = await post(server, CHAT, HI)
     assert (answer.status, answer.error["code"]) == (503, "engine_unavailable")
@@ -479,7 +479,7 @@ async def test_large_response_counts_until_it_is_read(server: Running) -> None:
 
 
 async def test_operations_are_paced_and_turns_are_not(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read over HTTP waits as what is read over a socket, while turns of others run."""
+    """HTTP reads are delayed as those over a socket while turns of other clients run."""
     waited: list[float] = []
 
     async def noting(delay_s: float) -> None:

@@ -60,7 +60,7 @@ def test_retry_delay_is_sent_in_seconds_and_milliseconds() -> None:
     ],
 )
 async def test_image_is_refused_in_words(server: Running, path: str, body: dict[str, Any], param: str) -> None:
-    """And not as a type that no branch of a union has; the field is the part."""
+    """The error names the part and the reason, not the union's type mismatch."""
     response = await post(server, path, body)
     assert (response.status, response.error["param"]) == (400, param)
     assert response.error["message"].endswith("the model is given text only, and sees no images, files or sound")

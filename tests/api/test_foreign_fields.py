@@ -65,7 +65,7 @@ async def test_warnings_of_the_request_and_its_turn_are_merged(server: Running) 
 
 
 async def test_request_without_such_fields_has_no_warnings(server: Running) -> None:
-    """Neither in the answer nor in its header."""
+    """Neither the answer nor its header has one."""
     answer = await answered(server, {**HI, "store": False, "cache_prompt": True, "top_k": 5})
     assert "warnings" not in answer.json
     assert "x-warning" not in answer.headers

@@ -68,7 +68,7 @@ async def test_slow_body_is_not_awaited(serve: Serve) -> None:
     ],
 )
 async def test_oversized_body_is_refused_before_it_is_read(serve: Serve, framing: tuple[str, ...]) -> None:
-    """By its declared length, or once more than the limit has arrived."""
+    """It is refused by its declared length, or once it exceeds the limit."""
     async with serve(max_body_bytes=2048) as server:
         chunks = b"400\r\n" + b" " * 1024 + b"\r\n"
         sent = head(server, *framing) + (chunks * 10 if "chunked" in framing[0] else b"")
@@ -177,7 +177,7 @@ async def test_head_response_has_no_body(server: Running) -> None:
     ],
 )
 async def test_unknown_path_is_404(server: Running, path: str) -> None:
-    """In OpenAI's shape, and the path is copied into no header."""
+    """The error has OpenAI's format, and no header repeats the path."""
     heard = await request(server, "GET", path)
     assert heard.status == 404
     assert "set-cookie" not in heard.headers

@@ -69,7 +69,7 @@ def test_grammar_of_patches_is_regular(text: str, expected: bool) -> None:
     ],
 )
 def test_operators_are_those_of_regular_expressions(grammar: str, right: list[str], wrong: list[str]) -> None:
-    """Rules and terminals alike."""
+    """This holds for rules and for terminals."""
     assert [text for text in right if not matches(grammar, text)] == []
     assert [text for text in wrong if matches(grammar, text)] == []
 
@@ -116,7 +116,7 @@ def test_other_grammars_have_no_expression(grammar: str) -> None:
 
 
 def test_expression_is_part_of_the_schema() -> None:
-    """As that of a tool with a regular expression; the model is told of the grammar."""
+    """It is treated as a regular expression, and the description tells the model the grammar."""
     tool = function_of("note", None, syntax="lark", definition='start: "a"+')
     assert tool.parameters is not None
     assert tool.parameters["properties"] == {"input": {"type": "string", "pattern": "^(?:(?:a)+)$"}}

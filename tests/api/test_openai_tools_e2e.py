@@ -176,7 +176,7 @@ def test_tool_choice_none_gives_text(client: OpenAI) -> None:
 
 
 def test_parallel_tool_calls_false_gives_one_call(client: OpenAI) -> None:
-    """Also with a required call."""
+    """A required call does not change this."""
     choice = complete(client, ASKED, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False).choices[
         0
     ]
@@ -329,7 +329,7 @@ def test_reasoning_is_separate_from_text(reasoning_client: OpenAI) -> None:
 
 
 def test_reasoning_streams(reasoning_client: OpenAI) -> None:
-    """As separate deltas."""
+    """It arrives in deltas of its own."""
     model = reasoning_client.models.list().data[0].id
     reasoning, text = "", ""
     stream: Iterable[ChatCompletionChunk] = reasoning_client.chat.completions.create(

@@ -50,7 +50,7 @@ def references(value: object) -> Iterator[str]:
 
 
 def test_document_is_valid_openapi() -> None:
-    """By the specification's own schema, version 3.1."""
+    """It is validated with the schema of OpenAPI 3.1."""
     assert list(OpenAPIV31SpecValidator(DOCUMENT).iter_errors()) == []
 
 

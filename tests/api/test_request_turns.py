@@ -289,7 +289,7 @@ async def test_token_is_written_while_the_reader_waits() -> None:
 
 
 async def test_keepalive_counts_from_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from one that no task was resumed for: the timer that was set before it is early."""
+    """A token that resumed no task counts as well: the timer set before it is too early."""
     context, now_s = stub_context(), 100.0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
     vars(context.settings)["sse_keepalive_s"] = 10

@@ -128,7 +128,7 @@ def test_files_are_private(accounts: Accounts, path: Path) -> None:
 
 
 def test_expired_token_is_refused(accounts: Accounts, clock: Clock) -> None:
-    """From its last second on."""
+    """It is refused from the second of its expiry on."""
     new = accounts.create_token("ada", expires_at=1060.0)
     clock.now_s = 1059.9
     account = accounts.verify_token(new.token)
@@ -178,7 +178,7 @@ def test_checking_a_token_writes_nothing(accounts: Accounts, path: Path) -> None
 
 
 def test_tokens_are_listed_by_client(accounts: Accounts) -> None:
-    """Of one client, or of all."""
+    """The list has those of one client, or of all."""
     accounts.ensure_client("bob", max_sessions=1, priority="normal")
     mine, theirs = accounts.create_token("ada").token_id, accounts.create_token("bob").token_id
     assert [info.token_id for info in accounts.list_tokens("ada")] == [mine]
@@ -251,7 +251,7 @@ def test_all_tokens_are_revoked_and_the_client_removed(accounts: Accounts) -> No
 
 
 def test_retention_of_all_clients(path: Path, clock: Clock) -> None:
-    """Of the database and clients.toml; the file's applies to a client in both."""
+    """It includes clients of the database and of clients.toml; the file takes precedence."""
     static = {
         name: StaticClient(account=replace(KITCHEN, client_id=name, retention_days=days), key_sha256=bytes(32))
         for name, days in (("kitchen", 1.5), ("both", 3.0), ("plain", None))

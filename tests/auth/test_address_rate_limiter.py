@@ -25,7 +25,7 @@ def exhausted(clock: Clock, address: str) -> AddressRateLimiter:
 
 
 def test_exhausted_address_waits() -> None:
-    """Until one attempt is refilled."""
+    """It waits until one attempt is refilled."""
     attempts = exhausted(Clock(), "192.0.2.1")
     assert attempts.retry_after_ms("192.0.2.1") == 10_000
 

@@ -169,7 +169,7 @@ def test_logins_within_a_minute_share_an_entry(accounts: Accounts, clock: Clock)
 
 @pytest.mark.parametrize("step_s", [MERGE_S + 1, -MERGE_S - 1])
 def test_new_entry_begins_after_a_minute(accounts: Accounts, clock: Clock, step_s: float) -> None:
-    """Also if the clock was set back."""
+    """The same holds if the clock was set back."""
     accounts.buffer_audit(LOGIN)
     accounts.flush_audit()
     clock.now_s += step_s

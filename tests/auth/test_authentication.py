@@ -95,7 +95,7 @@ async def test_programs_on_this_machine_get_no_scope_but_user(authenticator: Aut
 
 
 async def test_refused_logins_are_logged(authenticator: Authenticator, accounts: Accounts) -> None:
-    """With the address and the claimed client, known or not."""
+    """The log has the address and the claimed client, known or not."""
     new = accounts.create_token("ada")
     accounts.revoke(new.token_id)
     assert refuse(authenticator, TokenCredential(new.token)) is ErrorCode.NOT_AUTHENTICATED

@@ -82,7 +82,7 @@ async def test_key_is_sent_in_headers(provider: FakeAuthProvider, tmp_path: Path
 
 
 async def test_key_may_be_sent_in_the_query(provider: FakeAuthProvider, caplog: pytest.LogCaptureFixture) -> None:
-    """As the first InferenceCenter did; then no log contains it at any level."""
+    """This is for services that expect it; then no log contains the key at any level."""
     caplog.set_level(logging.DEBUG)
     async with authenticator(provider, form="query") as verifier:
         assert await verifier.verify("ada", "s3cret&x=1") is not None
@@ -117,7 +117,7 @@ async def test_acceptance_carries_limits(provider: FakeAuthProvider) -> None:
     ],
 )
 async def test_anything_but_an_acceptance_is_a_refusal(provider: FakeAuthProvider, answer: dict[str, Any]) -> None:
-    """Also a missing or conditional acceptance."""
+    """A missing or conditional acceptance is a refusal, too."""
     provider.respond(**answer)
     async with authenticator(provider) as verifier:
         assert await verifier.verify("ada", "key") is None
@@ -125,7 +125,7 @@ async def test_anything_but_an_acceptance_is_a_refusal(provider: FakeAuthProvide
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 async def test_some_statuses_are_a_refusal(provider: FakeAuthProvider, status: int) -> None:
-    """Whatever the body says."""
+    """Their body does not matter."""
     provider.status = status
     async with authenticator(provider) as verifier:
         assert await verifier.verify("ada", "key") is None
@@ -398,7 +398,7 @@ def test_secure_urls_are_accepted() -> None:
 @pytest.mark.parametrize("field", ["token_file", "ca_file"])
 @pytest.mark.parametrize("content", [None, b"", b"two words", b"\xff\xfe"])
 async def test_unusable_files_are_named(tmp_path: Path, field: str, content: bytes | None) -> None:
-    """Before any request."""
+    """The error comes before any request."""
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)
@@ -437,7 +437,7 @@ async def refused_upgrade(server: Running, client_id: str, api_key: str) -> tupl
 async def test_external_client_works_like_a_local_one(
     serve: Callable[..., AbstractAsyncContextManager[Running]], provider: FakeAuthProvider
 ) -> None:
-    """By upgrade or frame, with its limits; frames sent behind `auth` wait for the answer."""
+    """It logs in by upgrade or frame, and has its limits; frames sent after `auth` wait for the answer."""
     provider.respond(authorized=True, limits={"max_tokens": 5})
     async with serve_external(serve, provider) as server:
         async with server.connect(additional_headers={"X-Client-ID": "guest", "X-API-Key": "key"}) as socket:

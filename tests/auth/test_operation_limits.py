@@ -59,7 +59,7 @@ def test_long_sessions_cost_more() -> None:
 
 
 def test_long_frames_cost_more() -> None:
-    """By their characters; a refused frame is counted only while operations are left."""
+    """The cost depends on their characters; a refused frame counts only while operations are left."""
     clock = Clock()
     rates = OperationRateLimiter(60, monotonic=clock)
     rates.charge("ada", n_frame_chars=58 * FRAME_UNIT_CHARS)
@@ -82,7 +82,7 @@ def test_idle_clients_are_evicted() -> None:
 
 
 async def test_operations_beyond_the_rate_are_refused(serve: Serve) -> None:
-    """On all sockets of the client together; turns and aborts continue, and other clients are unaffected."""
+    """All sockets of the client count; turns and aborts continue, and other clients are unaffected."""
     async with serve(operations_per_minute=5) as server, server.v1() as one, server.v1() as other:
         for socket in (one, other):
             await receive(socket)
@@ -101,7 +101,7 @@ async def test_operations_beyond_the_rate_are_refused(serve: Serve) -> None:
 
 
 async def test_excess_frames_are_refused_before_validation(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By op and frame size; the answer has the frame's id."""
+    """The cost depends on op and size; the answer has the frame's id."""
     parsed: list[str] = []
     parse = Frame.parse
 
@@ -127,7 +127,7 @@ async def test_excess_frames_are_refused_before_validation(serve: Serve, monkeyp
     ['{"op": "infer", "session_id": "gone", "prompt": "hi"}', '{"op": "abort", "session_id": "gone"}', "{", "[1]"],
 )
 async def test_refused_frames_count_as_operations(serve: Serve, frame: str) -> None:
-    """Also those that are free when accepted, and invalid ones."""
+    """Frames that are free when accepted, and invalid ones, count as well."""
     async with serve(operations_per_minute=5) as server, server.v1() as socket:
         await receive(socket)
         for _ in range(5):

@@ -223,7 +223,7 @@ def test_limit_changes_apply_at_once_and_keep_usage(accounts: Accounts, quotas: 
 
 
 def test_external_clients_keep_their_limits(quotas: AccessQuotas) -> None:
-    """Until their next login."""
+    """They apply until the next login."""
     account = Account("guest", 1, "normal", frozenset({Scope.USER}), limits=AccessLimits(max_tokens=5))
     quota = quotas.admit(account)
     quotas.reload()
@@ -233,7 +233,7 @@ def test_external_clients_keep_their_limits(quotas: AccessQuotas) -> None:
 
 
 def test_stored_usage_counts(accounts: Accounts, quotas: AccessQuotas) -> None:
-    """By client and token, also of an unknown client."""
+    """Usage counts by client and token, and for unknown clients."""
     token_id = accounts.create_token("ada").token_id
     quotas.restore_usage({("ada", token_id): 990, ("guest", ""): 5})
     assert quotas.of("ada", token_id).day_tokens_left == 10
@@ -274,7 +274,7 @@ def external_account(name: str) -> Account:
 
 @given(st.sampled_from(["192.0.2.7", "::ffff:192.0.2.7", "192.0.3.7", "2001:db8::1", "2001:db9::1", "", "a", "1.2.3"]))
 def test_addresses_match_networks(address: str) -> None:
-    """Both families, IPv4 also as mapped IPv6; an invalid address matches none."""
+    """IPv6 and IPv4 addresses match, also IPv4 mapped to IPv6; an invalid address matches none."""
     limits = AccessLimits(addresses=("192.0.2.0/24", "2001:db8::/32"))
     assert limits.allows_address(address) == (address in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1"))
     assert NO_LIMITS.allows_address(address)

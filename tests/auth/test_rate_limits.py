@@ -16,7 +16,7 @@ WAITS: Final = st.lists(st.one_of(st.integers(0, 400), st.integers(0, 90_000)), 
 
 @given(LIMITS, WAITS, st.integers(0, 10**12))
 def test_no_minute_exceeds_the_limit(limit: int, waits_ms: list[int], now_ms: int) -> None:
-    """Whatever the request times."""
+    """This holds for any times of the requests."""
     window, let_through = SlidingWindow(), list[int]()
     for wait_ms in waits_ms:
         now_ms += wait_ms
@@ -101,7 +101,7 @@ def test_bucket_holds_at_most_a_minute() -> None:
 
 
 def test_stopped_clock_refills_nothing() -> None:
-    """Nor does a clock that goes backwards."""
+    """A clock that goes backwards refills nothing, either."""
     bucket = TokenBucket()
     bucket.take(60, 60, now_ms=5_000)
     assert bucket.left(60, now_ms=5_000) == 0
@@ -132,5 +132,5 @@ def test_clock_set_back_over_midnight_keeps_usage(moves: list[tuple[int, int]]) 
 
 
 def test_day_end_is_formatted() -> None:
-    """In UTC, to the minute."""
+    """It is shown in UTC, to the minute."""
     assert DailyUsage().at(1_763_900_000_000).end == "2025-11-24 00:00 UTC"

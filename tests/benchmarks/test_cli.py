@@ -78,7 +78,7 @@ def test_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_invalid_options_are_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    """As a usage error that names the option."""
+    """The result is a usage error that names the option."""
     assert call(monkeypatch, *arguments) == 64
     assert words in capsys.readouterr().err
 
@@ -242,7 +242,7 @@ async def test_peer_with_other_slots_has_no_ratio(daemon: RunningDaemon) -> None
     ],
 )
 async def test_every_scenario_runs(name: str, given: Options, metric: str) -> None:
-    """From start to report."""
+    """Each runs from the start of the daemon to the report."""
     scenario, progress = find(name), RecordingProgress()
     options = resolve(name, given, defaults=scenario.defaults, takes=scenario.takes)
     report = await run_scenario(scenario, options, progress)

@@ -45,7 +45,7 @@ def test_comparable_sides() -> None:
     ],
 )
 def test_known_difference_is_refused(field: str, other: Any) -> None:
-    """Whatever is assumed."""
+    """An assumption does not override it."""
     found = compare(OURS, replace(EQUAL, **{field: other}), assume_same=tuple(COMPARED))
 
     assert not found.fair

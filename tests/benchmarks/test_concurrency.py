@@ -23,7 +23,7 @@ async def _forget() -> int:
 
 
 async def test_results_keep_the_order_of_the_coroutines() -> None:
-    """Whichever ends first."""
+    """The order in which they end does not matter."""
     assert await together(_answer(value) for value in range(5)) == [0, 1, 2, 3, 4]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def test_rates_are_those_of_the_busy_window() -> None:
-    """From 4 to 8 seconds: two requests of 100 tokens and 3 texts each ended, after 2 s and 4 s."""
+    """From second 4 to 8 two requests of 100 tokens and 3 texts each ended, after 2 s and 4 s."""
     early = [turn(0, 1, tokens=3), turn(1, 5, tokens=3), turn(6, 8, tokens=3)]
     late = [turn(0, 4, tokens=3), turn(4, 12, tokens=3)]
     found = values(embeddings.read(measured(early, late)))
@@ -40,7 +40,7 @@ def test_any_server_is_measured_over_http() -> None:
 
 
 async def test_scenario_runs(tmp_path: Path) -> None:
-    """From the start of a daemon on an embedding model to the report."""
+    """It starts a daemon on an embedding model and ends with the report."""
     write_embedding_model(tmp_path / "bert.gguf", n_ctx=512)
     given = Options(model=tmp_path / "bert.gguf", clients=(2,), prompt_tokens=(20,), max_tokens=3)
     scenario, progress = find("embeddings"), RecordingProgress()

@@ -106,7 +106,7 @@ async def test_continued_rounds_reuse_their_context(daemon: RunningDaemon, gener
 
 
 async def test_round_in_groups_runs_them_in_sequence(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """In ascending order, each after the previous group has ended; the last may be smaller."""
+    """Each group starts after the previous one has ended; the last may be smaller."""
     rounds = (Round(30, 4, at_once=2),)
     job = Rounds(target=daemon.spec, clients=5, rounds=rounds, continues=False, first_seed=1)
     turns = [turn for (turn,) in (await generator.do(job, Turns)).clients]
@@ -151,7 +151,7 @@ async def test_only_the_clients_of_a_round_run(daemon: RunningDaemon, generator:
 
 
 async def test_warm_up_is_not_reported(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """Nor is it part of the conversations."""
+    """It is not part of the conversations, either."""
     job = Rounds(
         target=daemon.spec, clients=2, rounds=(Round(30, 4),), continues=True, first_seed=1, warm_up=TurnSize(16, 8)
     )
@@ -161,7 +161,7 @@ async def test_warm_up_is_not_reported(daemon: RunningDaemon, generator: LoadGen
 
 
 async def test_new_client_arrives_once_all_streams_run(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """After the given number of pieces; it is the last of the result."""
+    """It arrives after the given number of pieces, and is the last in the result."""
     job = arrival(daemon.spec, stream=TurnSize(20, 800), after_tokens=16)
     *streams, newcomer = [turn for (turn,) in (await generator.do(job, Turns)).clients]
 

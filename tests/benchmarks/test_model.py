@@ -110,7 +110,7 @@ def test_command_writes_the_requested_layers(tmp_path: Path, arguments: list[str
 
 
 def test_shapes_have_their_models_parameter_counts() -> None:
-    """As the models' cards state them, with tied embeddings counted once."""
+    """The counts are those of the model cards; tied embeddings count once."""
 
     def parameters(shape: Shape) -> float:
         layer = 2 * shape.width * (shape.width + shape.kv_width) + 3 * shape.width * shape.ffn
@@ -123,7 +123,7 @@ def test_shapes_have_their_models_parameter_counts() -> None:
 
 
 def test_vocabulary_of_another_file_is_copied(tmp_path: Path) -> None:
-    """With its special tokens and template; the weights are random."""
+    """Its special tokens and template are copied, too; the weights are random."""
     source, path = tmp_path / "source.gguf", tmp_path / "model.gguf"
     write_model(source, replace(TINY, layers=1, width=32), name="source")
 

@@ -13,7 +13,7 @@ TEXTS = st.text("abc ", max_size=40)
 
 @given(TEXTS)
 def test_equal_texts_have_no_difference(text: str) -> None:
-    """Nothing lost, nothing extra, no position."""
+    """No text is lost or extra, and there is no position."""
     assert difference(text, text) == Difference(0, 0, None)
 
 
@@ -31,7 +31,7 @@ def test_differences_account_for_the_lengths(expected: str, shown: str) -> None:
 
 @given(TEXTS, st.data())
 def test_removed_text_is_lost(expected: str, data: st.DataObject) -> None:
-    """And nothing is extra."""
+    """No text is extra."""
     start = data.draw(st.integers(0, len(expected)))
     end = data.draw(st.integers(start, len(expected)))
 
@@ -45,7 +45,7 @@ def test_repeated_piece_is_extra() -> None:
 
 
 def test_missing_piece_is_lost() -> None:
-    """Within a sentence."""
+    """The piece is within a sentence."""
     assert difference("one two three", "one three") == Difference(4, 0, 5)
 
 
@@ -74,7 +74,7 @@ def test_turn_accumulates_to_its_end() -> None:
 
 
 def test_second_end_is_recorded() -> None:
-    """The time of the first stays."""
+    """The time of the first end stays."""
     shown = ObservedTurn(1.0)
     shown.take(_end(1), now_s=2.0)
     shown.take(Frame("error", turn_id="t", seq=2, code="engine_crashed"), now_s=3.0)

@@ -54,14 +54,14 @@ def test_invalid_options_are_refused(given: Options, field: str) -> None:
 
 
 def test_number_lists() -> None:
-    """Separated by commas."""
+    """The numbers are separated by commas."""
     assert parse_numbers("clients", "1,4,8") == (1, 4, 8)
     assert parse_numbers("clients", None) is None
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "x", "1.5", "4,4"])
 def test_invalid_number_lists_are_refused(text: str) -> None:
-    """Also repeated numbers."""
+    """Repeated numbers are refused, too."""
     with pytest.raises(InferenceCenterError, match="--clients"):
         parse_numbers("clients", text)
 
@@ -95,14 +95,14 @@ def test_invalid_peers_are_refused(peers: list[str], tokens: list[str], commands
 
 
 def test_backends() -> None:
-    """There are two."""
+    """A backend is ``llama`` or ``echo``; others are refused."""
     assert [parse_backend(name) for name in (None, "llama", "echo")] == [None, "llama", "echo"]
     with pytest.raises(InferenceCenterError, match="--backend"):
         parse_backend("other")
 
 
 def test_restart_methods() -> None:
-    """There are two."""
+    """A restart is by ``term`` or ``kill``; others are refused."""
     assert [parse_restart_by(name) for name in (None, "term", "kill")] == [None, "term", "kill"]
     with pytest.raises(InferenceCenterError, match="--restart-by"):
         parse_restart_by("luck")

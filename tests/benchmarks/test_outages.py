@@ -32,13 +32,13 @@ def test_gap_is_the_pause_after_the_kill() -> None:
 
 
 def test_ended_streams_have_no_gap() -> None:
-    """Nor have those whose last piece arrived after the kill."""
+    """Streams whose last piece arrived after the kill have none, either."""
     assert outage(stream(1, 2, 9), stream()).gaps_s() == ()
     assert outage(stream(1, 9), stream(8, 14)).gaps_s() == (6,)
 
 
 def test_streams_without_text_are_waiting() -> None:
-    """From the kill to their first text."""
+    """They wait from the kill to their first text."""
     found = outage(stream(14.5, 15), stream(9, 14))
 
     assert found.waits_s() == (4.5,)

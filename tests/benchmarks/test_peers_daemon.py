@@ -98,7 +98,7 @@ async def test_sessions_are_closed(echo: Daemon) -> None:
 
 @pytest.mark.parametrize(("after_tokens", "prompt_tokens"), [(3, 20), (None, 7000)])
 async def test_abort_ends_the_turn(echo: Daemon, after_tokens: int | None, prompt_tokens: int) -> None:
-    """During decode and during prefill."""
+    """The turn may be in decode or in prefill."""
     async with _target(echo).session() as session:
         work = Work(prompt_tokens=prompt_tokens, max_tokens=1000, seed=1)
         trace = await session.turn_then_abort(work, after_tokens=after_tokens)
@@ -128,7 +128,7 @@ async def test_refused_turn_is_reported(echo: Daemon) -> None:
 
 
 async def test_facts(random_weights: Daemon) -> None:
-    """Everything that must be equal for a comparison."""
+    """The facts are all that must be equal for a comparison."""
     facts = await _target(random_weights).facts()
 
     assert (facts.kind, facts.model, facts.n_ctx) == ("inferencecenter", "tiny", 1024)
@@ -140,7 +140,7 @@ async def test_facts(random_weights: Daemon) -> None:
 
 
 async def test_wrong_token_is_refused(echo: Daemon) -> None:
-    """With the daemon's error."""
+    """The error is the daemon's."""
     target = make_target(TargetSpec("ours", "inferencecenter", echo.url, "ic_no_such"))
 
     with pytest.raises(InferenceCenterError) as refused:

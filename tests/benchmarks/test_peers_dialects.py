@@ -39,7 +39,7 @@ def spec(daemon: Daemon) -> TargetSpec:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_turn_has_the_requested_tokens(daemon: Daemon, protocol: SpecTransform) -> None:
-    """Those of the prompt, the template's among them, and those of the answer; each piece of text is noted."""
+    """The prompt's tokens include the template's; the time of each piece of the answer is recorded."""
     heard: list[None] = []
     async with make_target(protocol(spec(daemon))).session() as session:
         trace = await session.turn(Work(prompt_tokens=60, max_tokens=24, seed=1), on_text=lambda: heard.append(None))
@@ -68,7 +68,7 @@ async def test_turns_of_a_conversation_reuse_its_context(daemon: Daemon, protoco
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_answers_follow_a_schema(daemon: Daemon, protocol: SpecTransform) -> None:
-    """However random the weights: one of two words, then the end."""
+    """With random weights, the schema allows one of two words and the end."""
     wanted = replace(protocol(spec(daemon)), json_schema='{"enum": ["a", "b"]}')
     async with make_target(wanted).session() as session:
         trace = await session.turn(Work(prompt_tokens=60, max_tokens=100, seed=1))
@@ -99,7 +99,7 @@ async def test_facts(daemon: Daemon, protocol: SpecTransform) -> None:
 
 @pytest.mark.parametrize("protocol", DIALECTS)
 async def test_closed_port_is_unreachable(protocol: SpecTransform) -> None:
-    """Nothing listens there."""
+    """The error has the code ``daemon_unreachable``."""
     unreachable = TargetSpec("ours", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", "t")
     with pytest.raises(InferenceCenterError) as refused:
         async with make_target(protocol(unreachable)).session():

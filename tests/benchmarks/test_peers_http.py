@@ -34,7 +34,7 @@ async def openai() -> AsyncIterator[FakeServer]:
 
 
 async def test_server_kinds_are_detected(llama: FakeServer, openai: FakeServer) -> None:
-    """By their answers; the end of an API address does not matter."""
+    """The answers identify the server; the end of the API's address does not matter."""
     assert await detect("a", llama.url) == TargetSpec("a", "llama-server", llama.url)
     assert await detect("b", f"{openai.url}/v1/", token="t") == TargetSpec(
         "b", "openai", openai.url, "t", model="tiny.gguf"
@@ -52,7 +52,7 @@ async def test_invalid_addresses_are_refused(url: str) -> None:
 
 
 async def test_closed_port_is_unreachable() -> None:
-    """For the probe and the target alike."""
+    """The probe and the target report it alike."""
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InferenceCenterError) as probed:
         await detect("a", url)
@@ -84,7 +84,7 @@ async def test_token_is_sent_and_its_refusal_reported() -> None:
 
 
 async def test_llama_server_facts(llama: FakeServer) -> None:
-    """Those that llama-server reports."""
+    """The facts are those that llama-server reports."""
     facts = await make_target(TargetSpec("peer", "llama-server", llama.url)).facts()
 
     assert (facts.model, facts.model_bytes, facts.n_params) == ("tiny.gguf", 530, 494)

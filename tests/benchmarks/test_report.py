@@ -107,7 +107,7 @@ def test_page_has_the_columns() -> None:
 
 
 def test_row_is_printed_on_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Below the table, whatever the width of the terminal."""
+    """It follows the table, at any width of the terminal."""
     options = ("--threads", "1", "--prompt-tokens", "32", "--max-tokens", "8", "--repeat", "1")
     assert call(monkeypatch, "report", *options) == 0
     *_, last = capsys.readouterr().out.splitlines()

@@ -53,7 +53,7 @@ def test_rows_have_spreads_and_ratios() -> None:
 
 
 def test_unequal_sides_have_no_ratio() -> None:
-    """Neither in the rows nor on the terminal, which prints the reason."""
+    """Neither the rows nor the terminal has one; the terminal shows the reason."""
     assert all(row.ratios == (None,) for row in rows(report(UNFAIR)))
     text = rendered(report(UNFAIR))
     assert "ours / peer" not in text
@@ -78,7 +78,7 @@ def test_each_point_is_compared_by_its_own_servers() -> None:
 
 
 def test_ratios_and_assumptions_are_shown() -> None:
-    """With interval and confidence."""
+    """Ratios have an interval and its confidence."""
     text = rendered(report(Comparison((), ("threads",))))
 
     assert "ours / peer" in text
@@ -99,7 +99,7 @@ def test_missing_metric_of_the_peer_is_empty() -> None:
 
 
 def test_metric_of_a_later_repetition_is_shown() -> None:
-    """For example an error that the first one did not have."""
+    """An example is an error that the first repetition did not have."""
     first, second = rates(50, 60)
     found = replace(report(FAIR), points=(Point((), ((first, (*second, Metric("errors", "", 2))), ())),))
 

@@ -200,7 +200,7 @@ def test_active_sessions_are_drawn_by_seed() -> None:
 
 
 def test_parking_compares_both_orders_of_the_same_work() -> None:
-    """In groups 8 tokens in 4 and 6 seconds, at once in 5 and 7; the prefill before counts for neither."""
+    """In groups 8 tokens take 4 and 6 s, at once 5 and 7 s; the prefill before them does not count."""
     first = [turn(0, 3), turn(10, 11, 12), turn(20, 21, 24), turn(30, 31, 37), turn(40, 41, 43, cached=80)]
     second = [turn(3, 6), turn(12, 13, 14), turn(20, 22, 25), turn(30, 33, 34), turn(43, 44, 46, cached=80)]
     found = parking.read(measured(first, second))
@@ -223,7 +223,7 @@ def test_context_separates_prefill_and_decode() -> None:
 
 
 def test_abort_delays_and_steps() -> None:
-    """From the request to the end; steps are the gaps before the request."""
+    """Delays are from the request to the end; steps are the gaps before the request."""
     traces = (
         AbortTrace(started_s=0, token_times_s=(1.0, 1.5, 2.0, 9.0), aborted_s=2.0, ended_s=2.25),
         AbortTrace(started_s=0, token_times_s=(), aborted_s=1.0, ended_s=1.5),
@@ -311,7 +311,7 @@ def test_crash_counts_damaged_texts() -> None:
 
 
 def test_kill_times_are_drawn_by_seed() -> None:
-    """Within the part of a round in which most turns run."""
+    """They are within the part of a round in which most turns run."""
     drawn = crash.moments(50, seed=4)
 
     assert drawn == crash.moments(50, seed=4) != crash.moments(50, seed=5)

@@ -27,7 +27,7 @@ def test_percentile_is_a_sample_value(values: list[float], percent: float, expec
 
 @pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 0), ([1.0], 101)])
 def test_invalid_percentiles_are_refused(values: list[float], percent: float) -> None:
-    """Of an empty sample, or out of range."""
+    """The sample is empty, or the percentile is out of range."""
     with pytest.raises(ValueError, match="no percentile"):
         percentile(values, percent)
 

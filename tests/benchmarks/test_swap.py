@@ -31,7 +31,7 @@ def change(*streams: ObservedTurn, different: Difference = SAME) -> swap.Change:
 
 
 def test_pauses_that_overlap_the_swap_belong_to_it() -> None:
-    """Those ended at the request are before; those begun at the end are neither."""
+    """Pauses that end at the request are before it; those that begin at the end are neither."""
     found = change(observed_turn(0, 8, 9, 10, 11.5, 12, 16, 17), observed_turn(0, 7, 9.5, 13.5))
 
     assert found.before_ms() == [1000, 1000, 2500]
@@ -60,7 +60,7 @@ def test_swap_counts_damaged_turns() -> None:
 
 
 def test_two_model_daemon_has_the_file_twice() -> None:
-    """Under two names, the first of which is the default."""
+    """The first of the two names is the default."""
     settings = DaemonSettings(backend="llama", model=Path("a.gguf"), slots=1, n_ctx=256, threads=1, two_models=True)
     environment = settings.environment(Path("state"))
 

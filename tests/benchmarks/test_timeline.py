@@ -26,7 +26,7 @@ def turn(started_s: float, *token_times_s: float, tokens: int | None = None, cac
 
 
 def test_busy_window_excludes_warm_up_and_tail() -> None:
-    """From the start of the last client's first counted turn to the end of the first client's last one."""
+    """It is from the last client's first counted turn to the first client's last one."""
     early = [turn(0, 1), turn(1, 2), turn(2, 9)]
     late = [turn(0, 4), turn(4, 8), turn(8, 12)]
 
@@ -34,7 +34,7 @@ def test_busy_window_excludes_warm_up_and_tail() -> None:
 
 
 def test_decode_window_contains_only_decode() -> None:
-    """From the last first text to the first last text."""
+    """It is from the last first text to the first last text."""
     window = timeline.decode_window([turn(0, 2, 3, 10), turn(0, 4, 5, 8)])
 
     assert window == Window(4, 8)
@@ -64,7 +64,7 @@ def test_turn_without_text_is_one_piece_at_its_end() -> None:
 
 
 def test_delays() -> None:
-    """From the request to the first text, and between pieces of one turn, never across turns."""
+    """Delays are from the request to the first text, and between pieces of one turn, never across turns."""
     turns = [turn(1, 1.5, 1.75), turn(2, 4, 4.5, 5.5)]
 
     assert timeline.ttft_ms(turns) == [500, 2000]
@@ -72,7 +72,7 @@ def test_delays() -> None:
 
 
 def test_gaps_inside_a_window_have_both_ends_in_it() -> None:
-    """Also on its edges; partly overlapping gaps are excluded."""
+    """The edges belong to the window; partly overlapping gaps are excluded."""
     turns = [turn(0, 1, 2, 4, 7), turn(0, 1.5, 3.5, 5)]
 
     assert timeline.itl_inside_ms(turns, Window(2, 5)) == [2000, 1500]
@@ -88,7 +88,7 @@ def test_overlapping_gaps_count_whole() -> None:
 
 
 def test_span_is_from_first_request_to_last_end() -> None:
-    """Of all turns."""
+    """It covers all turns."""
     assert timeline.span([turn(1, 2, 3), turn(0.5, 2.5), turn(2, 9)]) == Window(0.5, 9)
 
 

@@ -591,7 +591,7 @@ def test_params_option() -> None:
 
 @pytest.mark.parametrize("pair", ["temperature", "temperature=9", "tfs_z=0.5", "nonsense=1"])
 def test_invalid_params_are_refused(pair: str) -> None:
-    """Before anything is sent: malformed, out of range, removed or unknown."""
+    """Malformed, out of range, removed and unknown ones are refused before anything is sent."""
     with pytest.raises(InferenceCenterError) as caught:
         read_params([pair])
     assert caught.value.code is ErrorCode.INVALID_REQUEST

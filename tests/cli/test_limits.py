@@ -44,7 +44,7 @@ def _limits_of(state_dir: Path, token: str) -> AccessLimits:
 
 
 def test_token_is_created_with_limits(cli: Cli, state_dir: Path) -> None:
-    """Also for an existing account; its other tokens have none of them."""
+    """An existing account gets them, too; its other tokens stay without."""
     limits = ("--limit", "tokens_per_day=5000", "--limit", "models=demo,qwen", "--limit", "addresses=10.0.0.0/8,::1")
     made = _json(cli, "token", "create", "ada", *limits)
     expected = {"tokens_per_day": 5000, "models": ["demo", "qwen"], "addresses": ["10.0.0.0/8", "::1"]}
@@ -90,7 +90,7 @@ def test_showing_limits_changes_nothing(cli: Cli, state_dir: Path) -> None:
 
 
 def test_session_limit_of_an_account_is_changed(cli: Cli, state_dir: Path) -> None:
-    """With its other limits or alone; the printed form is accepted as input, and the change is logged."""
+    """It is changed with other limits or alone; the printed form is accepted as input, and the change is logged."""
     _json(cli, "token", "create", "ada", "--max-sessions", "3")
     limits = ("client", "limits", "ada")
     changed_ = _json(cli, *limits, "max_sessions=50", "max_tokens=9")
@@ -160,7 +160,7 @@ def test_invalid_limits_change_nothing(cli: Cli, assignment: str, said: str) -> 
 
 
 def test_unknown_token_or_client_is_an_error(cli: Cli) -> None:
-    """Neither is created."""
+    """None is created."""
     for command in (("token", "limits", "aabbccddeeff", "max_tokens=9"), ("client", "limits", "eve", "max_tokens=9")):
         refused = cli.run(*command)
         assert (refused.code, command[2] in refused.err) == (64, True)

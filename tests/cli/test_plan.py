@@ -59,7 +59,7 @@ def test_plan_of_an_embedding_model_is_for_its_longest_text(tmp_path: Path, cli:
     ],
 )
 def test_sizes_are_parsed(text: str, n_bytes: int) -> None:
-    """With or without the i, which selects powers of 1024 or 1000."""
+    """The i selects powers of 1024, its absence powers of 1000."""
     assert parse_size(text) == n_bytes
 
 
@@ -107,7 +107,7 @@ def test_configured_values_are_kept(cli: Cli, model: Path, monkeypatch: pytest.M
 
 
 def test_draft_model_is_in_the_plan(cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the engine's settings, or of the model's own if it is registered."""
+    """It is set for all engines, or for the registered model."""
     draft = tmp_path / "1b.gguf"
     write_header(draft, HEADERS["llama3.2-1b"], name="small")
     arguments = ("doctor", "--plan", str(model), "--vram", "24GiB", "--json")

@@ -84,7 +84,7 @@ def test_existing_files_are_not_replaced_by_default(cli: Cli, state_dir: Path, b
 
 
 def test_replaced_files_are_renamed(cli: Cli, state_dir: Path, backup: Path) -> None:
-    """With their WAL, which must not be applied to another file."""
+    """Their WAL is renamed, too, since it must not be applied to another file."""
     with contextlib.closing(open_writing(state_dir / DATABASE_NAME)) as database:
         Recorder(database, {}).commit([opened("s_later")], durable=True)
         shutil.copytree(state_dir, state_dir.with_name("killed"))

@@ -209,7 +209,7 @@ def test_standard_input_is_read_only_from_a_pipe(monkeypatch: pytest.MonkeyPatch
 
 
 def test_piped_binary_data_is_refused(piped: Callable[[bytes], None]) -> None:
-    """Before a model is loaded."""
+    """It is refused before a model is loaded."""
     piped(b"\x89PNG")
     with pytest.raises(InferenceCenterError, match="not UTF-8 at byte 0"):
         read_prompt("Look:")

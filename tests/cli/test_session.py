@@ -61,7 +61,7 @@ async def stored(state_dir: Path) -> Path:
 
 
 def test_stored_sessions_are_searched(cli: Cli, stored: Path) -> None:
-    """By the words of their messages, of all clients or of one, with the text around the words."""
+    """The words may be in sessions of all clients or of one; results show the text around them."""
     state_dir = ("--state-dir", str(stored))
     found = _json(cli, "session", "search", "particular", "very", "--json", *state_dir)
     assert [(each["session_id"], each["client_id"]) for each in found] == [("s_1", "ada")]

@@ -79,7 +79,7 @@ async def test_once_as_json(cli: Cli, scripted: Start) -> None:
 
 
 async def test_pipe_prints_a_line_per_sample(cli: Cli, scripted: Start) -> None:
-    """Until the daemon stops for good, which is an error."""
+    """It ends with an error when the daemon stops for good."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -222,7 +222,7 @@ def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]
 
 @pytest.mark.parametrize("how", ["q", "ctrl-c", "sigterm"])
 async def test_exit_restores_the_terminal(scripted: Start, how: str) -> None:
-    """By q, Ctrl-C or a signal: main screen, cursor and echo are restored, and the exit code is 0."""
+    """After q, Ctrl-C or a signal, screen, cursor and echo are restored, and the exit code is 0."""
     with _on_terminal(await scripted(answer_all)) as (process, ours, theirs):
         before = termios.tcgetattr(theirs)
         screen = Screen(ours)
@@ -242,7 +242,7 @@ async def test_exit_restores_the_terminal(scripted: Start, how: str) -> None:
 
 
 async def test_connection_error_is_shown_on_the_main_screen(scripted: Start) -> None:
-    """After the terminal was restored, with the error's exit code."""
+    """It is shown after the terminal was restored; the exit code is that of the error."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

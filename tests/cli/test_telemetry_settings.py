@@ -39,7 +39,7 @@ def test_invalid_header_is_refused_without_its_value(tmp_path: Path, text: str) 
 
 
 def test_headers_are_hidden() -> None:
-    """As text and as JSON; the exporter reads the secret explicitly."""
+    """Text and JSON hide them; the exporter reads the secret explicitly."""
     settings = Settings(telemetry=TelemetrySettings(otlp_headers={"Authorization": f"Bearer {SECRET}"}))
     assert SECRET not in repr(settings)
     assert SECRET not in settings.model_dump_json()

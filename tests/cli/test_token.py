@@ -120,7 +120,7 @@ def test_revoked_token_is_invalid(cli: Cli, state_dir: Path) -> None:
 
 
 async def test_revoke_notifies_a_running_daemon(cli: Cli, state_dir: Path) -> None:
-    """Through the control socket of the state directory."""
+    """The notice is sent through the control socket of the state directory."""
     created = _json(cli, "create", "ada")
     told: list[bool] = []
     listening = control.ControlSocket(state_dir, tokens_changed=lambda: told.append(True))
@@ -145,7 +145,7 @@ def test_revoking_an_unknown_token_is_an_error(cli: Cli) -> None:
 
 
 def test_unusable_state_directory_is_reported(cli: Cli, tmp_path: Path) -> None:
-    """With path and reason, and the exit code of the error table."""
+    """The message has path and reason, the exit code is that of the error table."""
     (tmp_path / "file").touch()
     result = cli.run("token", "list", "--state-dir", str(tmp_path / "file" / "state"))
     assert result.code == 73

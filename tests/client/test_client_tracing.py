@@ -21,7 +21,7 @@ _PARENT = "00-00000000000000000000000000000abc-0000000000000def-01"
 
 
 async def test_turn_carries_the_callers_span(scripted: Start) -> None:
-    """Of the moment of its creation, and none without a span."""
+    """It is the span in which the turn was created; without a span there is none."""
     received: list[str | None] = []
 
     async def daemon(peer: Peer) -> None:

@@ -110,7 +110,7 @@ def test_answer_survives_the_asking_program(daemon: Daemon) -> None:
 
 
 def test_service_streams_answers(daemon: Daemon) -> None:
-    """In pieces, with refusals as HTTP statuses, and without leftover sessions."""
+    """Answers arrive in pieces, refusals are HTTP statuses, and no session is left."""
     sessions = daemon.metric("sessions")
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "--app-dir", str(EXAMPLES), "--port", str(port), "fastapi_proxy:app"]

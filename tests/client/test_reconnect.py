@@ -181,7 +181,7 @@ async def test_turn_that_ended_while_disconnected(scripted: Start) -> None:
 
 
 async def test_unacknowledged_turn_is_sent_again(scripted: Start) -> None:
-    """With the same key and a new id, and again while the daemon is loading its model."""
+    """It has the same key and a new id, and is repeated while the daemon loads its model."""
     frames: list[Any] = []
 
     async def before(peer: Peer) -> None:
@@ -320,7 +320,7 @@ async def test_requests_wait_for_the_connection(scripted: Start) -> None:
 
 
 async def test_abort_while_disconnected_is_sent_after_resume(scripted: Start) -> None:
-    """With the turn's id, and the turn ends through its iterator."""
+    """It has the turn's id; the turn's iterator receives the end."""
     aborts: list[Any] = []
 
     async def before(peer: Peer) -> None:

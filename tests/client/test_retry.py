@@ -52,7 +52,7 @@ async def _refuse_loading(peer: Peer, op: str, **fields: Any) -> dict[str, Any]:
 
 
 async def test_session_creation_waits_for_the_model(scripted: Start, clock: Clock) -> None:
-    """At the daemon's interval, or every second; the callback is called."""
+    """It retries at the daemon's interval, or every second, and calls the callback."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -151,7 +151,7 @@ TestRandomDisconnects = RandomDisconnects.TestCase
 
 @given(st.text(max_size=6), st.integers(0, 6), st.booleans())
 def test_turn_failed_while_disconnected_raises_once(text: str, at: int, forgotten: bool) -> None:
-    """Whether its error can be repeated or not, the stream raises, and nothing runs twice."""
+    """The stream raises for every error, repeatable or not, and no turn runs twice."""
     daemon = ModelDaemon(list(text))
     client = ModelClient(daemon)
     client.send_if_due()
@@ -255,7 +255,7 @@ def test_turn_of_another_client_is_not_adopted() -> None:
 
 
 def test_unacknowledged_running_turn_is_adopted() -> None:
-    """Once it has an id, its text so far comes first, then the events since."""
+    """With its id, its text so far comes first, then the events since."""
     stream = sent_stream()
     list(stream.apply(events_lost(turn_id="t", content="Hel")))
     stream.requested("c2")

@@ -124,7 +124,7 @@ async def _break_out_of_events(session: ClientSession) -> None:
 async def test_leaving_a_turn_aborts_it(
     scripted: Start, leave: Callable[[ClientSession], Coroutine[Any, Any, None]]
 ) -> None:
-    """However it is left, and the next request waits for its end."""
+    """This holds for every way of leaving it; the next request waits for its end."""
     received: list[str] = []
 
     async def daemon(peer: Peer) -> None:
@@ -143,7 +143,7 @@ async def test_leaving_a_turn_aborts_it(
 
 
 async def test_left_turn_has_its_text(scripted: Start) -> None:
-    """Everything up to the real end is its answer."""
+    """All text up to the real end is part of its answer."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -275,7 +275,7 @@ async def test_retryable_refusals_are_retried(scripted: Start) -> None:
 async def test_retry_count_is_respected(
     scripted: Start, client_retries: int, turn_retries: int | None, n_asked: int
 ) -> None:
-    """Of the turn, else of the client; then the error is raised."""
+    """The turn's count takes precedence over the client's; then the error is raised."""
     received = 0
 
     async def sleep(_seconds: float) -> None:

@@ -28,7 +28,7 @@ def table() -> dict[str, frozenset[str]]:
 
 
 def test_table_has_the_features_that_are_tried() -> None:
-    """What it calls a feature of a client is a result of the client's program, and the other way round."""
+    """Each feature in the table is a result of the client's program, and vice versa."""
     assert table() == {client.name: frozenset(client.expected) for client in CLIENTS}
 
 

@@ -122,7 +122,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Ite
 def test_package_gets_generated_text_and_objects(
     client: ClientProgram, demo: Daemon, installed_clients: Path, tmp_path: Path
 ) -> None:
-    """By the lines of the page alone; a stream has the text of the whole answer, and an object has its schema."""
+    """The code is that of the page; a stream has the text of the whole answer, an object matches its schema."""
     before, after = PROGRAMS[client.name]
     program = f"{before}{''.join(blocks_of(client))}{after}"
     text, streaming, structured = printed(run(client, install(client, installed_clients), demo, tmp_path, text=program))

@@ -72,7 +72,7 @@ def test_each_migration_runs_once(path: Path, database: sqlite3.Connection) -> N
 
 
 def test_failed_migration_is_rolled_back(path: Path, database: sqlite3.Connection) -> None:
-    """With the earlier steps of the same attempt."""
+    """The earlier steps of the same attempt are rolled back, too."""
     with pytest.raises(sqlite3.OperationalError):
         migrate(database, (*STEPS, ("CREATE TABLE c (x)", "nonsense")), path=path)
     assert (_tables(database), version_of(database)) == (set(), 0)
@@ -136,7 +136,7 @@ def test_moved_or_replaced_file_is_detected(
 
 
 def test_transactions_are_atomic(database: sqlite3.Connection) -> None:
-    """However one ends early, also if SQLite has ended it."""
+    """This holds however one ends early, even if SQLite has ended it."""
     database.execute("CREATE TABLE a (x)")
     with pytest.raises(sqlite3.OperationalError, match="nonsense"):
         _insert_and(database, "nonsense")

@@ -33,7 +33,7 @@ def test_every_pair_has_a_row_or_raises(lifecycle: StateMachine[Any, Any], state
 
 @pytest.mark.parametrize("lifecycle", [CONNECTION, SESSION, TURN, ENGINE, REQUEST], ids=lambda each: each.name)
 def test_every_state_is_reachable(lifecycle: StateMachine[Any, Any]) -> None:
-    """From the state of the first row."""
+    """Each is reachable from the state of the first row."""
     first: StrEnum = next(iter(lifecycle.rows))[0]
     reached, before = {first}, set[Any]()
     while reached != before:

@@ -85,7 +85,7 @@ async def test_task_may_cancel_its_own_group() -> None:
 
 
 async def test_failure_is_logged_with_the_task_name() -> None:
-    """Without awaiting the task."""
+    """It is logged without awaiting the task."""
     group = TaskGroup("owner")
 
     async def fail() -> None:

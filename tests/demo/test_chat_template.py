@@ -33,7 +33,7 @@ def conversation() -> list[dict[str, Any]]:
 
 
 def test_template_matches_the_training_rendering(template: jinja2.Template) -> None:
-    """To the character, tools included."""
+    """They are equal to the character, tools included."""
     rendered = template.render(messages=conversation(), tools=TOOLS, add_generation_prompt=True)
     assert rendered == render(
         [

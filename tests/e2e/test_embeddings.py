@@ -127,7 +127,7 @@ def test_command_ranks_documents(embedding_daemon: Daemon) -> None:
 
 
 def test_blocking_client_gets_vectors(embedding_daemon: Daemon) -> None:
-    """As the other one."""
+    """They equal those of the asyncio client."""
     with BlockingClient(embedding_daemon.url, embedding_daemon.admin_token) as client:
         found = client.embed(["the cat", "a dog"], model="bert")
         assert len(found.vectors) == 2

@@ -238,7 +238,7 @@ async def test_kv_of_unstored_sessions_is_removed(tmp_path: Path, demo_model_pat
 
 
 async def test_kv_directories_that_cannot_be_created(tmp_path: Path, demo_model_path: Path) -> None:
-    """Whatever the reason, the daemon logs a warning for each and answers without offloading."""
+    """The daemon logs a warning for each and answers without offloading."""
     settings = kv_settings(ram_dir="/dev/null/kv", disk_dir="/proc/kv")
     with run_daemon(tmp_path / "state", demo_model_path, **(SMALL | settings)) as daemon:
         assert await recall_names(daemon, seed=1) <= 2

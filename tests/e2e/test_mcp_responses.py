@@ -135,7 +135,7 @@ def test_error_of_the_tool_is_an_error_of_the_call(client: OpenAI) -> None:
 
 
 def test_stream_has_the_events_of_the_items(client: OpenAI) -> None:
-    """From which the package assembles the same response."""
+    """The package assembles the same response from them."""
     heard = list(client.responses.create(input="remote weather", tools=[WEATHER], stream=True))
     assert [event.type for event in heard if "delta" not in event.type] == [
         "response.created",
@@ -166,7 +166,7 @@ def test_stream_has_the_events_of_the_items(client: OpenAI) -> None:
 
 
 async def test_call_runs_over_a_websocket(daemon: Daemon, calls: CallFile) -> None:
-    """As over HTTP."""
+    """The result is the same as over HTTP."""
     before = calls.count("get_weather Oslo")
     address = f"http://127.0.0.1:{daemon.port}/v1"
     async with (
@@ -215,7 +215,7 @@ def test_server_that_cannot_be_reached_has_no_tools(client: OpenAI) -> None:
 
 
 def test_approval_needs_the_response_with_the_call(client: OpenAI, calls: CallFile) -> None:
-    """Neither an id that was made up nor a copy of the call runs anything."""
+    """An invented id and a copy of the call run no tool."""
     before = calls.count("get_weather Oslo")
     asked = client.responses.create(input="remote weather", tools=[WEATHER])
     fields = decision(asked)

@@ -83,7 +83,7 @@ async def revoke_all(client: SocketClient) -> None:
 
 
 async def test_another_account_reads_the_snapshot(daemon: Daemon, reader: str) -> None:
-    """Without the system prompt and what follows; without an account, or with a wrong secret, there is nothing."""
+    """It has neither the system prompt nor later messages; without an account or the right secret it is not found."""
     async with connect_client(daemon) as client:
         await revoke_all(client)
         session = await conversation(client)
@@ -107,7 +107,7 @@ async def test_another_account_reads_the_snapshot(daemon: Daemon, reader: str) -
 
 
 async def test_secret_is_nowhere_on_disk(tmp_path: Path, demo_model_path: Path) -> None:
-    """Neither in the files of the daemon nor in its log; the audit log names what was done, by which account."""
+    """Neither the daemon's files nor its log contain it; the audit log names the action and the account."""
     with run_daemon(tmp_path / "state", demo_model_path, **SHARING) as daemon:
         reader = command_line(daemon, "token", "create", "reader")["token"]
         async with connect_client(daemon) as client:
@@ -129,7 +129,7 @@ async def test_secret_is_nowhere_on_disk(tmp_path: Path, demo_model_path: Path) 
 
 
 async def test_share_ends(daemon: Daemon, reader: str) -> None:
-    """With its time, its revocation by the owner alone, and its session."""
+    """It ends at its expiry, when its owner revokes it, and with its session."""
     async with connect_client(daemon) as client, connect(daemon.url) as socket:
         await revoke_all(client)
         other = SocketClient(socket)
@@ -157,7 +157,7 @@ async def test_share_ends(daemon: Daemon, reader: str) -> None:
 
 @pytest.mark.parametrize("running", [True, False], ids=["daemon", "file"])
 async def test_purge_deletes_shares(tmp_path: Path, demo_model_path: Path, *, running: bool) -> None:
-    """That of the account, by the daemon or in the file of a stopped one."""
+    """The daemon deletes those of the account, as does the command on the file of a stopped one."""
     with run_daemon(tmp_path / "state", demo_model_path, **SHARING) as daemon:
         async with connect_client(daemon) as client:
             made = await client.ask(op="create_share", session_id=await conversation(client))
@@ -170,7 +170,7 @@ async def test_purge_deletes_shares(tmp_path: Path, demo_model_path: Path, *, ru
 
 
 async def test_shares_are_limited(daemon: Daemon) -> None:
-    """By number and by content, also when several are requested at once."""
+    """Their number and their content are limited, also when several are created at once."""
     async with connect_client(daemon) as client, connect_client(daemon) as second:
         await revoke_all(client)
         session = await conversation(client)
@@ -198,7 +198,7 @@ async def test_shares_are_limited(daemon: Daemon) -> None:
 
 
 async def test_shares_survive_a_kill(tmp_path: Path, demo_model_path: Path) -> None:
-    """Those that were acknowledged; the command line makes, lists and ends them, and a setting turns them off."""
+    """Acknowledged ones survive; the command line creates, lists and revokes them, and a setting disables them."""
     with run_daemon(tmp_path / "state", demo_model_path, **SHARING) as daemon:
         async with connect_client(daemon) as client:
             session = await conversation(client)

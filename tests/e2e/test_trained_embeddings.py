@@ -61,7 +61,7 @@ def client(trained: TrainedModel, tmp_path_factory: pytest.TempPathFactory, demo
 
 
 def test_trained_vectors_equal_the_reference(trained: TrainedModel, client: OpenAI) -> None:
-    """In each number and in their angle, with the same number of tokens."""
+    """Each number, the angle and the number of tokens are compared."""
     tokens = trained.tokens(TEXTS)
     expected = trained.vectors(tokens)
     answer = client.embeddings.create(model=NAME, input=TEXTS)

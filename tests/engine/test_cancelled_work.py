@@ -190,7 +190,7 @@ def test_other_client_waits_for_at_most_one_text(engine: Engine) -> None:
 
 
 def test_only_the_client_that_fills_the_text_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``queue_full``, unless the turn was accepted before; a turn that leaves makes room."""
+    """The error is ``queue_full``; turns accepted before stay, and a turn that leaves makes room."""
     monkeypatch.setattr(tokenization, "ROOM_BYTES", 10_000)
     engine = Engine(worker_threads=1)
     engine.backend.tokenizing["slow"] = threading.Event()
@@ -214,7 +214,7 @@ def test_only_the_client_that_fills_the_text_budget_is_refused(monkeypatch: pyte
 
 
 def test_cancelled_lookup_is_not_answered(engine: Engine) -> None:
-    """Neither a queued nor a running one; cancelling an unknown one has no effect."""
+    """It may be queued or running; cancelling an unknown one has no effect."""
     engine.tell(
         TokenizeRequest(1, (PromptSegment(""), PromptSegment("slow")), True, "a"),
         TokenizeRequest(2, (PromptSegment("x"),), True, "a"),

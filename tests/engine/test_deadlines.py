@@ -37,7 +37,7 @@ def test_infinite_deadlines_are_not_stored() -> None:
 
 
 def test_deadlines_of_ended_turns_are_dropped() -> None:
-    """However many turns end while others run, whose deadlines pass in order."""
+    """Memory stays bounded, and the deadlines of running turns still pass in order."""
     living = {f"old{number}" for number in range(10)}
     deadlines = Deadlines(living.__contains__)
     for number, turn_id in enumerate(sorted(living)):

@@ -384,7 +384,7 @@ def test_clients_share_batches_by_tokens() -> None:
 
 
 def test_new_client_starts_at_the_service_of_waiting_ones() -> None:
-    """However long it was idle."""
+    """The length of its idle time does not matter."""
     line = EmbeddingQueue(ageing_s=30)
     line.add(_request("first", "ada", [1] * 100))
     for _ in range(5):

@@ -465,7 +465,7 @@ def test_ending_a_turn_between_steps_closes_its_sampler(bench: Bench) -> None:
 
 
 def test_overdue_turn_is_reported(bench: Bench) -> None:
-    """Whether it runs or waits."""
+    """It may run or wait."""
     bench.add("slow", max_time_ms=2000)
     bench.add("patient")
     assert bench.executor.timeout_reason("slow", 1.9) is None
@@ -563,7 +563,7 @@ def test_turn_can_be_failed_between_two_steps(bench: Bench) -> None:
 def test_unexpected_sampler_build_error_fails_only_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Whatever it raises: the other turn of the step is answered, and the log has the exception."""
+    """For any exception, the other turn of the step is answered, and the log has the exception."""
     made = bench.backend.sampler
 
     def sampler(
@@ -674,7 +674,7 @@ def test_drafts_of_the_model_are_verified_like_others(bench: Bench, monkeypatch:
 
 
 def test_draft_and_decode_times_are_reported_separately(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the bench's clock, which advances by a second with each reading."""
+    """The test's clock advances by a second with each reading."""
     looks: list[float] = []
     monkeypatch.setattr(FaultyEcho, "draft_model", Table({0: b"el"}, drafting=lambda: looks.append(bench.clock())))
     bench.add("t")
@@ -698,7 +698,7 @@ def test_draft_and_decode_times_are_reported_separately(bench: Bench, monkeypatc
 def test_answer_ends_within_accepted_drafts(
     bench: Bench, params: dict[str, object], reason: str, shown: str, held: bytes
 ) -> None:
-    """At the token at which it would end without them, with the same KV and counts."""
+    """It ends at the token at which it would end without them, with the same KV and counts."""
     bench.add("t", **params)
     bench.start("t")
     outcome, (delta, end) = decode_drafts(bench, drafted("t", 0, 5, b"hello" + bytes([0])))

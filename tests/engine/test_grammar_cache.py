@@ -141,7 +141,7 @@ def test_large_grammar_is_cached_only_while_in_use(grammars: GrammarCache, trial
 
 
 def test_large_grammar_that_reached_a_limit_is_recompiled(grammars: GrammarCache, trials: Trials) -> None:
-    """As a small one is."""
+    """A small one is recompiled, too."""
     trials.size_bytes = 300 * MIB
     held = constraint_of(grammars, WORD)
     with pytest.raises(InferenceCenterError):
@@ -161,7 +161,7 @@ def test_client_evicts_only_its_own_grammars(grammars: GrammarCache, trials: Tri
 
 
 def test_number_of_cached_grammars_is_bounded(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of small ones."""
+    """The bound applies to small grammars, too."""
     monkeypatch.setattr(module, "_MAX_GRAMMARS", 3)
     for number in range(5):
         constraint_of(grammars, Grammar("regex", f"a{number}"))

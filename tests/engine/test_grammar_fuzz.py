@@ -382,21 +382,21 @@ def test_any_json_schema_compiles_or_is_refused(grammars: GrammarCache, grammar:
 @fuzzed
 @given(grammar=GRAMMARS["regex"])
 def test_any_expression_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
-    """Also syntax of other dialects, and incomplete expressions."""
+    """Incomplete expressions and the syntax of other dialects are included."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["lark"])
 def test_any_lark_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
-    """With llguidance's extensions."""
+    """The extensions of llguidance are included."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["gbnf"])
 def test_any_gbnf_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
-    """With and without a frame."""
+    """The grammar may or may not have a frame."""
     run(grammars, grammar)
 
 

@@ -139,7 +139,7 @@ def test_cancelled_compilation_that_ends_keeps_the_process(
 
 
 def test_killed_sandbox_is_replaced(trial: GrammarSandbox) -> None:
-    """As by the OOM killer; clients do not notice."""
+    """The OOM killer may kill it; clients do not notice."""
     trial.run(NAMES, PLAIN, MARKERS)
     os.kill(pid_of(trial), 9)
     assert trial._process is not None

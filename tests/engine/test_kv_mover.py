@@ -101,7 +101,7 @@ def test_moves_are_reported_with_their_turn(bench: Bench) -> None:
 
 
 def test_failed_offload_is_not_an_error(bench: Bench) -> None:
-    """Neither of an empty slot nor of one that cannot be saved; both keep their content."""
+    """The slot is empty or cannot be saved; both keep their content."""
     bench.fill(s0=[1, 2])
     bench.backend.refuse = {"save"}
     assert bench.run(park(0, 1, 2), park(1)).n_parked == 0
@@ -164,7 +164,7 @@ def test_emptied_slot_is_tracked_across_a_swap(bench: Bench) -> None:
 
 
 def test_idle_slot_that_cannot_be_truncated_is_reported(bench: Bench) -> None:
-    """By its number after the swaps that follow."""
+    """The report has its number after the swaps that follow."""
     bench.fill(s0=[1, 2], s3=[9])
     bench.backend.refuse = {"truncate"}
     moved = bench.run(TruncateSlot(0, 1, None), SwapSlots(3, 0, "t", None))
@@ -174,7 +174,7 @@ def test_idle_slot_that_cannot_be_truncated_is_reported(bench: Bench) -> None:
 
 @pytest.mark.parametrize("turn_id", ["t", None])
 def test_truncation_to_zero_cannot_fail(bench: Bench, turn_id: str | None) -> None:
-    """However the backend did it, the slot is as planned."""
+    """The slot is as planned, for every way in which the backend may do it."""
     bench.fill(s0=[1, 2])
     bench.backend.refuse = {"truncate"}
     assert bench.run(TruncateSlot(0, 0, turn_id)) == StepOutcome()

@@ -291,7 +291,7 @@ def send_heartbeat(ours: socket.socket) -> None:
 
 @pytest.mark.parametrize("option", ["backend", "kv_adopt", "kv_type_k", "split_mode", "abacus"])
 def test_unknown_options_are_refused(option: str) -> None:
-    """Before anything is loaded, with the option's name and the exit status of the error."""
+    """They are refused before anything is loaded, with the option's name and the exit status of the error."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()])

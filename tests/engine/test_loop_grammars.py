@@ -148,7 +148,7 @@ def test_resumed_turn_follows_its_grammar(engine: Engine) -> None:
 
 
 def test_slow_grammar_does_not_delay_other_turns(engine: Engine, gate: Gate) -> None:
-    """Neither turns without a grammar nor those with a cached one; aborted meanwhile, a turn ends at once."""
+    """Turns without a grammar or with a cached one run; the slow one ends at once when aborted."""
     engine.front.send(formed("first", '{"a": 1}'))
     engine.front.wait_for("first")
     gate.open.clear()

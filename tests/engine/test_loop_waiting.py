@@ -136,7 +136,7 @@ def test_session_without_a_slot_is_restored(engine: Engine) -> None:
 
 
 def test_recovered_sessions_are_reported_at_once(engine: Engine, tmp_path: Path) -> None:
-    """Before the first turn, so that their KV is not taken for lost."""
+    """They are reported before the first turn; otherwise their KV would be taken for lost."""
     engine.front.send(submit("one", "first", session="s"))
     engine.front.wait_for("one")
     engine.front.send(submit("other", "else"))

@@ -207,7 +207,7 @@ def test_time_limit_counts_from_the_submission() -> None:
 
 
 def test_without_a_limit_no_turn_is_overdue() -> None:
-    """However long it runs."""
+    """It has no deadlines."""
     assert output_of().deadlines_s == (math.inf, math.inf)
     assert output_of().timeout_reason(1e9) is None
 
@@ -226,7 +226,7 @@ def test_incomplete_character_is_dropped_with_its_token() -> None:
 
 
 def test_logprobs_are_sent_with_their_token() -> None:
-    """Also if its text is still held back."""
+    """They wait if its text is held back."""
     logprobs = SampledLogprobs(TokenLogprob("\n", 1, -0.1), ())
     (delta,) = output_of(b"\n", stop=["\nUser"], n_probs=1).push(Sampled(1, logprobs), now=2.0)
     assert delta == TokenDelta("t", pack_tokens([1]), "", (logprobs,))
@@ -313,7 +313,7 @@ def test_oversized_prompt_overflows_without_an_end() -> None:
 
 
 def test_resumed_answer_that_no_longer_fits_overflows_with_its_end() -> None:
-    """With the text that was held back; the end is that of the whole answer."""
+    """The end has the text that was held back, and the counts of the whole answer."""
     overflowed = shifting(b"a", b"\n", answer=(1, 2), shown_chars=1, stop=["\nUser"]).overflow(now=1.0)
     assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
     assert overflowed.end is not None
@@ -449,7 +449,7 @@ def test_emitted_text_is_not_repeated() -> None:
     ],
 )
 def test_reset_of_a_stateful_sampler_is_reported(params: dict[str, Any], warned: str | None) -> None:
-    """Only if there is one, and only after an interruption."""
+    """It is reported only if there is one, and only after an interruption."""
     undisturbed = going_on(b"a", n_ctx=100, **params)
     undisturbed.start(range(10), cached_tokens=0, now=0.0)
     assert finished(push_all(undisturbed, END)).warnings == ()

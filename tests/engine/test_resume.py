@@ -90,7 +90,7 @@ GREEDY: list[tuple[str, dict[str, Any]]] = [
 def test_greedy_answer_resumes_unchanged(
     front: Front, request: pytest.FixtureRequest, question: str, params: dict[str, Any]
 ) -> None:
-    """At each of its tokens, the last one included: both parts join to the whole, with the same end."""
+    """It is interrupted at each of its tokens, also the last; both parts join to the whole, with the same end."""
     name, params = request.node.name, {"temperature": 0} | params
     front.send(asked(f"{name} whole", question, params))
     whole = heard(front, f"{name} whole")

@@ -76,7 +76,7 @@ def ask(engine: Engine, session: str, *, durable: bool = True, tokens: bytes = b
 
 
 def test_idle_checkpoint_saves_once(watched: Callable[..., Watched]) -> None:
-    """After one short idle wait; two sessions need no more, and the gauges are updated."""
+    """It runs after one short idle wait, also with two sessions, and updates the gauges."""
     engine = watched()
     engine.front.send(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
     engine.front.wait_for("one", "two")

@@ -148,7 +148,7 @@ def test_calls_alone_fit_a_required_call(tmp_path: Path) -> None:
 
 
 def test_request_without_thinking_gets_no_reasoning(tmp_path: Path) -> None:
-    """As a model leaves it out whose template closes it in the prompt."""
+    """A model whose template closes it in the prompt sends none, either."""
     scripted = Scripted(tmp_path, {"reply": {"reasoning": "Think.", "text": "Yes."}})
     assert scripted.parts(USER, thinking=False) == [TextDelta("Yes.")]
 
@@ -218,7 +218,7 @@ def test_answer_resumes_where_it_was(tmp_path: Path) -> None:
 
 
 def test_ignore_eos_repeats_and_logprobs_are_certain(tmp_path: Path) -> None:
-    """As with the echo backend."""
+    """The echo backend does the same."""
     sampler = Scripted(tmp_path, {"reply": {"text": "abc"}}).begin(USER, params={"ignore_eos": True, "n_probs": 1})
     first, second = sampler.sample(0), sampler.sample(0)
     assert first.token == second.token

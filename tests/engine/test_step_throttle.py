@@ -65,7 +65,7 @@ def test_new_throttle_length_ends_the_current_pause() -> None:
 
 
 def test_pause_lasts_at_least_as_long_as_the_step_requests() -> None:
-    """Also without a configured length; otherwise the longer of both."""
+    """This holds without a configured length; otherwise the longer one counts."""
     inbox = Clocked()
     pause = StepThrottle(inbox, clock=lambda: inbox.now)
     for length_s, least_s in ((0.0, 0.25), (0.25, 0.125)):

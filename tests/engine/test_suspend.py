@@ -65,7 +65,7 @@ def test_suspend_stops_turns_silently(tmp_path: Path) -> None:
 
 
 def test_answer_resumes_in_the_next_daemon(tmp_path: Path) -> None:
-    """From the KV on disk; of prompt and answer only the last token is prefilled."""
+    """Its KV is read from disk; of prompt and answer only the last token is prefilled."""
     engine = parking(tmp_path, slots=1)
     engine.front.send(submit("t", "a long story", session="s", params=ENDLESS))
     speaks(engine.front, "t", 30)

@@ -75,7 +75,7 @@ def test_incomplete_prefill_counts_no_tokens() -> None:
 
 @given(st.lists(st.sampled_from(["queue", "prefill", "decode"]), max_size=2 * MAX_STAGES))
 def test_number_of_stages_is_bounded(names: list[str]) -> None:
-    """However often it waits: the first stages are reported, and the last."""
+    """The first stages and the last are reported, however often the turn waits."""
     line = Timeline(0.0)
     for second, name in enumerate(names, start=1):
         line.enter(name, at_s=float(second), n_tokens=second)
@@ -108,7 +108,7 @@ def take_turns(engine: Engine, *, traced: bool) -> dict[str, Finished]:
 
 
 def test_untraced_turns_report_no_stages(engine: Engine) -> None:
-    """Also when they wait for each other."""
+    """They report none when they wait for each other."""
     take_turns(engine, traced=False)
     assert [stages_of(events) for events in engine.front.events.values()] == [[], []]
 

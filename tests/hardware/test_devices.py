@@ -63,7 +63,7 @@ def test_gpus_are_identified_by_pci_address(machine: Callable[..., None]) -> Non
 
 @pytest.mark.parametrize("wanted", ["1", "GPU-bb", "0000:02:00.0"])
 def test_gpus_are_selected_by_index_uuid_or_address(machine: Callable[..., None], wanted: str) -> None:
-    """In the given order, each once."""
+    """They have the given order, each once."""
     machine(kinds=("cuda",), readings=(READING, OTHER))
     assert [device.name for device in find_devices([wanted])] == ["RTX 3060"]
     assert [device.index for device in find_devices([wanted, "0", wanted])] == [1, 0]
@@ -101,7 +101,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Device, ...]]:
 def test_devices_of_servers_follow_those_of_the_machine(
     machine: Callable[..., None], servers: dict[str, tuple[Device, ...]]
 ) -> None:
-    """In the order of the settings; a server that does not answer is left out, and the log says so."""
+    """They have the order of the settings; a server that does not answer is omitted, with a log line."""
     machine(kinds=("vulkan",), probed=(VULKAN,))
     servers["b:1"] = (replace(VULKAN, id="RPC0[b:1]", remote=True),)
     with capture_logs() as logs:

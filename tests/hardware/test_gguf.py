@@ -291,7 +291,7 @@ def test_invalid_file_is_refused(tmp_path: Path, content: bytes, reason: str) ->
 
 
 def test_every_truncation_is_detected(tmp_path: Path) -> None:
-    """In the header, in the tensor table, in the weights."""
+    """The file may end in the header, in the tensor table or in the weights."""
     content = bundled_model().read_bytes()
     path = tmp_path / "short.gguf"
     for length in (*range(0, 300, 7), 10_000, 30_000, 60_000, len(content) // 2, len(content) - 1):
@@ -375,6 +375,6 @@ def test_renamed_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_inconsistent_parts_are_refused(tmp_path: Path) -> None:
-    """As parts of two different downloads."""
+    """They may belong to two different downloads."""
     paths = _split(tmp_path, parts=2, promised=7)
     assert "states 7 tensors" in refused(paths[0])

@@ -168,7 +168,7 @@ def test_no_limited_group(proc: Path, tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("broken", ["memory.current", "memory.stat", "memory.max"])
 def test_group_with_partial_figures(proc: Path, tmp_path: Path, broken: str) -> None:
-    """Without limit or use it is unknown; without details all of its use counts."""
+    """Without its limit or its use it is unknown; without details all of its use counts."""
     group(tmp_path / "user" / "app", limit="1000")
     (tmp_path / "user" / "app" / broken).unlink()
     assert cgroup_memory(proc, tmp_path) == (MemoryLimit(700, 1000) if broken == "memory.stat" else None)
@@ -181,7 +181,7 @@ def test_limit_of_zero_is_ignored(proc: Path, tmp_path: Path) -> None:
 
 
 def test_available_memory_of_the_machine(proc: Path, tmp_path: Path) -> None:
-    """In kibibytes; a missing figure is unknown, and a group without a limit changes nothing."""
+    """A missing figure is unknown, and a control group without a limit changes nothing."""
     group(tmp_path / "user" / "app")
     assert available_memory_bytes(proc, tmp_path) == 3000 * KIB
     (proc / "meminfo").write_text("MemTotal: 8000 kB\n")
@@ -239,7 +239,7 @@ def test_malformed_group_figure_is_unknown(proc: Path, tmp_path: Path, name: str
 
 @pytest.mark.parametrize("content", ODD)
 def test_malformed_kernel_figures_are_unknown(proc: Path, tmp_path: Path, content: bytes) -> None:
-    """Of the machine, of a group's path, of a process, of cores."""
+    """They are those of the machine, of a control group, of a process, and of the cores."""
     for path in (proc / "meminfo", proc / "self" / "cgroup", tmp_path / "cores"):
         path.write_bytes(content)
     (proc / "7").mkdir()

@@ -68,7 +68,7 @@ def test_parts_add_up_to_the_file(shape_of: Callable[[HeaderName], ModelShape], 
 def test_headers_are_close_to_published_sizes(
     shape_of: Callable[[HeaderName], ModelShape], name: HeaderName, mib: int
 ) -> None:
-    """Within a percent, which is their vocabularies."""
+    """They differ by at most one percent, because vocabularies differ."""
     assert shape_of(name).bytes / 2**20 == pytest.approx(mib, rel=0.015)
 
 

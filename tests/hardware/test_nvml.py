@@ -98,7 +98,7 @@ def test_complete_readings() -> None:
 
 
 def test_gpus_are_listed_in_driver_order() -> None:
-    """With index and driver version."""
+    """They have their index and the driver's version."""
     assert read_gpus() == Gpus((replace(WHOLE, index=0), replace(WHOLE, index=1)), driver_version="580.10")
 
 

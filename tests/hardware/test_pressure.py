@@ -46,7 +46,7 @@ def states(*moments: tuple[float, int, int]) -> list[PressureState]:
 @pytest.mark.parametrize("state", list(PressureState))
 @pytest.mark.parametrize("change", list(PressureChange))
 def test_only_listed_transitions_are_possible(state: PressureState, change: PressureChange) -> None:
-    """Everything else raises."""
+    """Any other event raises."""
     if (state, change) in LEGAL:
         assert PRESSURE.next(state, change) is LEGAL[state, change]
     else:
@@ -55,7 +55,7 @@ def test_only_listed_transitions_are_possible(state: PressureState, change: Pres
 
 
 def test_use_up_to_the_limit_is_normal() -> None:
-    """For any time, and any offloaded bytes."""
+    """Neither time nor the size of the offloaded KV matters."""
     assert states((0, 0, 0), (1, 91, 91), (2, 100, 5), (1000, 100, 0)) == [EASY] * 4
 
 
@@ -122,7 +122,7 @@ def test_unknown_use_is_no_pressure() -> None:
 
 
 def test_sample_is_kept() -> None:
-    """With its figures, by name."""
+    """The readings have its figures by name."""
     pressure = next_pressure(Pressure(), [used(50)], now=0.0)
     assert pressure.usage("memory") == used(50)
     assert pressure.usage("GPU 0") is None
@@ -133,7 +133,7 @@ def test_sample_is_kept() -> None:
     [(101, 50, 39), (101, 11, 0), (101, 5, 0), (90, 50, 50), (50, 50, 50), (1000, 0, 0)],
 )
 def test_eviction_reaches_the_recovery_level(used_bytes: int, parked_bytes: int, kept_bytes: int) -> None:
-    """Everything is evicted where that is not enough."""
+    """If that is not possible, everything is evicted."""
     assert used(used_bytes, parked_bytes=parked_bytes).kept_bytes == kept_bytes
 
 

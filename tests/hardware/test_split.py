@@ -199,7 +199,7 @@ def _machine(sizes: list[int]) -> tuple[Device, ...]:
 def test_plan_stays_within_the_budget(
     shape_of: ShapeOf, name: HeaderName, sizes: list[int], constraints: PlacementConstraints
 ) -> None:
-    """On any machine, with any constraints that leave the layers open; set values are kept."""
+    """This holds for any machine and any constraints that leave the layers open; set values are kept."""
     made = plan(shape_of(name), _machine(sizes), HOST, constraints)
     if made.fits:
         _assert_it_fits(made, constraints)
@@ -262,7 +262,7 @@ def test_order_of_concessions(shape_of: ShapeOf) -> None:
 def test_flash_attention_default(
     shape_of: ShapeOf, gib: tuple[float, ...], constraints: dict[str, Any], flashes: bool
 ) -> None:
-    """On for GPUs and quantized KV, off for CPU only; a set value wins."""
+    """It is on for GPUs and for quantized KV, off for a CPU; a set value takes precedence."""
     made = plan(shape_of("llama3.2-1b"), gpus(*gib), HOST, PlacementConstraints(**constraints))
     reason = next(each for each in made.reasons if each.name == "flash_attention")
     assert made.setup.flash_attention is flashes
@@ -478,7 +478,7 @@ def test_draft_model_without_a_gpu_is_in_host_memory(shape_of: ShapeOf) -> None:
 
 
 def test_draft_model_is_on_a_gpu_with_room(shape_of: ShapeOf) -> None:
-    """On the first one, beside the model; contexts grow into what is left."""
+    """It is on the first GPU, beside the model; contexts grow into the remaining memory."""
     draft = shape_of("llama3.2-1b")
     alone = shape_of("llama3.1-8b")
     constraints = PlacementConstraints(n_ctx=4096)
@@ -497,7 +497,7 @@ def test_draft_model_is_on_a_gpu_with_room(shape_of: ShapeOf) -> None:
 
 
 def test_draft_model_displaces_no_layer_from_a_gpu(shape_of: ShapeOf) -> None:
-    """Nor a slot: without room beside them it is in host memory, which the plan says."""
+    """It displaces no slot, either: without room it is in host memory, which the plan reports."""
     alone = shape_of("llama3.1-8b")
     for gib in (3.0, 6.0, 7.0, 8.0):
         plain = plan(alone, gpus(gib), HOST, PlacementConstraints())

@@ -48,7 +48,7 @@ def states(*moments: tuple[float, float | None], start: ThermalState = COOL) -> 
 @pytest.mark.parametrize("state", list(ThermalState))
 @pytest.mark.parametrize("change", list(ThermalChange))
 def test_only_listed_transitions_are_possible(state: ThermalState, change: ThermalChange) -> None:
-    """Everything else raises."""
+    """Any other event raises."""
     if (state, change) in LEGAL:
         assert THERMAL.next(state, change) is LEGAL[state, change]
     else:
@@ -60,7 +60,7 @@ def test_only_listed_transitions_are_possible(state: ThermalState, change: Therm
     ("temperature_c", "state"), [(None, COOL), (20, COOL), (79, COOL), (80, WARM), (86, WARM), (87, HOT), (120, HOT)]
 )
 def test_heating_takes_effect_at_once(temperature_c: float | None, state: ThermalState) -> None:
-    """From the threshold on, also two states in one sample."""
+    """It does so from the threshold on, and may skip a state in one sample."""
     assert states((0.0, temperature_c)) == [state]
 
 
@@ -72,7 +72,7 @@ def test_cooling_steps_down_after_the_dwell_time() -> None:
 
 
 def test_hysteresis_holds_the_state() -> None:
-    """For any length of time."""
+    """It is held for any length of time."""
     assert states((0, 87), (100, 82), (200, 82), (300, 81.9)) == [HOT, HOT, HOT, WARM]
     assert states((0, 80), (100, 75), (200, 74.9)) == [WARM, WARM, COOL]
 
@@ -99,7 +99,7 @@ def test_reheating_restarts_the_dwell_time() -> None:
 def test_thermal_throttling_counts_at_any_temperature(
     slowdowns: tuple[str, ...], state: ThermalState, temperature_c: float | None
 ) -> None:
-    """Also without a temperature; a power cap is normal for a busy GPU."""
+    """It counts without a temperature, too; a power cap is normal for a busy GPU."""
     heat = next_heat(Heat(), [at(temperature_c, *slowdowns)], THRESHOLDS, now=0.0)
     assert heat.state is state
     assert all(name in heat.reason for name in slowdowns[-1:] if state is not COOL)
@@ -114,7 +114,7 @@ def test_reason_has_the_figures() -> None:
 
 
 def test_hottest_gpu_counts() -> None:
-    """In state and temperature, whatever the others report."""
+    """State and temperature are those of the hottest GPU."""
     heat = next_heat(Heat(), [at(40.0), at(88.0), NO_GPU], THRESHOLDS, now=0.0)
     assert (heat.state, heat.temperature_c) == (HOT, 88.0)
 
@@ -147,7 +147,7 @@ def test_thermal_state_sequences_are_valid(moments: list[tuple[float, float | No
 
 
 def test_only_gpus_in_use_are_monitored() -> None:
-    """By any form of name; all where none is chosen."""
+    """They may be named in any form; if none is chosen, all are monitored."""
     first = GpuReading(index=0, uuid="GPU-a", pci_id="0000:01:00.0")
     second = GpuReading(index=1, uuid="GPU-b", pci_id="0000:02:00.0")
     assert select_gpus([first, second], ()) == (first, second)

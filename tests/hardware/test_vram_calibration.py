@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def test_measurement_survives_a_restart(tmp_path: Path) -> None:
-    """By model and GPU; the last measurement counts."""
+    """It is stored by model and GPU; the latest measurement counts."""
     path = tmp_path / "plan.json"
     corrections = VramCalibration(path)
     assert corrections.extra_bytes("model", "gpu") == 0

@@ -117,7 +117,7 @@ async def test_changed_tools_are_announced(port: int) -> None:
 async def test_operators_headers_are_sent_and_not_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the file and the environment; the file is read for each connection."""
+    """They come from the file and the environment; the file is read for each connection."""
     seen: list[dict[str, str]] = []
 
     def answer(request: dict[str, Any], headers: dict[str, str]) -> Answer:

@@ -117,7 +117,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_account_needs_the_scope_or_its_name() -> None:
-    """By default only operators; a listed account needs no scope."""
+    """By default only operators may use a server; a listed account needs no scope."""
     servers = {"s": McpServerSettings(url="https://x/", accounts=("listed",))}
     gateway = McpGateway(servers, metrics=DaemonMetrics().mcp)
     assert gateway.servers_for("me", {"user"}) == ()
@@ -129,7 +129,7 @@ async def test_account_needs_the_scope_or_its_name() -> None:
 
 
 async def test_listed_tools_are_those_that_may_be_called() -> None:
-    """With the operator's word on approval; the list is kept for a while."""
+    """Each has the operator's setting for approval; the list is cached for a while."""
     world = World(allowed_tools=("a",), approvals={"a": "never"})
     for _ in range(2):
         tools = await world.gateway.list_tools("s", client_id="me")
@@ -186,7 +186,7 @@ async def test_arguments_must_be_an_object() -> None:
 
 
 async def test_calls_of_an_account_wait_in_order() -> None:
-    """Up to a limit. Another account does not wait for them."""
+    """Their number is limited; another account does not wait for them."""
     world = World(max_calls=1, max_queued_calls=2)
     world.may_end.clear()
     order: list[int] = []
@@ -258,7 +258,7 @@ async def test_lists_of_an_account_wait_for_the_first() -> None:
 
 
 async def test_announced_tools_are_listed_again() -> None:
-    """Also if the announcement arrives while they are listed."""
+    """This holds if the announcement arrives while they are being listed."""
     world = World()
     await world.gateway.list_tools("s", client_id="me")
     world.clients[0].tools_changed()
@@ -295,7 +295,7 @@ async def test_calls_of_a_removed_server_end() -> None:
 
 
 async def test_calls_of_a_changed_server_continue() -> None:
-    """Those that wait fail, and new ones have a new connection; a server without changes keeps its own."""
+    """Waiting calls fail, and new ones use a new connection; a server without changes keeps its connection."""
     world = World(max_calls=1)
     world.may_end.clear()
     running, waiting = world.start(), world.start()
@@ -315,7 +315,7 @@ async def test_calls_of_a_changed_server_continue() -> None:
 
 
 async def test_calls_and_failures_are_counted() -> None:
-    """By server and outcome; a removed server is neither up nor down."""
+    """They are counted by server and outcome; a removed server is neither up nor down."""
     world = World()
 
     def value(name: str, **labels: str) -> float:
@@ -341,7 +341,7 @@ async def test_calls_and_failures_are_counted() -> None:
 
 
 async def test_accounts_have_connections_of_their_own() -> None:
-    """At the limit the one that was idle for longest is closed; if all are in use, the call fails."""
+    """At the limit the one idle for longest is closed; if all are in use, the call fails."""
     world = World(max_connections=2)
     for client_id in ("one", "two", "one", "three"):
         await world.start(client_id=client_id)

@@ -63,7 +63,7 @@ def test_missing_directory_has_no_models(tmp_path: Path) -> None:
 
 
 def test_model_is_found_by_name(models: Path) -> None:
-    """With or without the suffix; the error for another name lists the models."""
+    """The suffix is optional; the error for an unknown name lists the models."""
     assert find_model(models, "own") == find_model(models, "own.gguf")
     with pytest.raises(InferenceCenterError) as caught:
         find_model(models, "../own")
@@ -72,7 +72,7 @@ def test_model_is_found_by_name(models: Path) -> None:
 
 
 def test_description_of_the_demo_model(demo_model_path: Path) -> None:
-    """As in its header."""
+    """It is that of its header."""
     facts = read_facts(demo_model_path)
     assert facts.architecture == "llama"
     assert facts.quantization == "Q8_0"
@@ -100,7 +100,7 @@ def test_verification_of_complete_models(models: Path) -> None:
 
 
 def test_flipped_bit_is_detected(models: Path) -> None:
-    """By the checksum, where the header is intact."""
+    """Its checksum shows it, since the header is intact."""
     with (models / "pulled.gguf").open("r+b") as file:
         file.seek(-100, 2)
         byte = file.read(1)[0]
@@ -111,7 +111,7 @@ def test_flipped_bit_is_detected(models: Path) -> None:
 
 
 def test_truncated_file_is_detected(models: Path) -> None:
-    """Also without a checksum: a tensor ends behind the file's end."""
+    """No checksum is needed: a tensor ends after the end of the file."""
     path = models / "own.gguf"
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1000)

@@ -31,7 +31,7 @@ def refused(models: ModelLibrary, name: str, path: Path) -> InferenceCenterError
 
 
 def test_model_is_pulled_from_the_hub_of_the_environment(hub: StubHub, tmp_path: Path) -> None:
-    """With its progress."""
+    """Its progress is reported."""
     hub.repos["ada/tiny"] = {"tiny-Q8_0.gguf": StubFile(b"x" * 1000)}
     told: list[PullProgress] = []
     models = ModelLibrary(directory=tmp_path, configured=dict, environment={"HF_ENDPOINT": hub.url})
@@ -59,7 +59,7 @@ def test_configured_model_is_kept(tmp_path: Path) -> None:
 
 
 def test_file_elsewhere_is_kept(tmp_path: Path) -> None:
-    """Also if a file of that name is in the directory, which the configured model hides."""
+    """A file of the same name in the directory, hidden by the configured model, is kept, too."""
     models = library(tmp_path / "models")
     elsewhere, hidden = tmp_path / "a.gguf", tmp_path / "models" / "a.gguf"
     for path in (elsewhere, hidden):

@@ -201,7 +201,7 @@ def test_busy_hub_is_retried_with_backoff(pulls: Puller, status: int) -> None:
 
 
 def test_unreachable_hub_is_given_up(pulls: Puller) -> None:
-    """After five attempts; the message names the hub, not the file's address."""
+    """It is given up after five attempts; the message names the hub, not the address of the file."""
     pulls.hub.statuses = [503] * 9
     error = pulls.refused()
     assert error.code is ErrorCode.HUB_UNREACHABLE
@@ -219,7 +219,7 @@ def test_refused_connection_names_the_hub(offline: None, models: Path) -> None:
 
 
 def test_wrong_checksum_leaves_no_file(pulls: Puller) -> None:
-    """Neither under the model's name nor as a partial file."""
+    """Neither the model's file nor a partial file stays."""
     pulls.hub.repos[REPO]["tiny-Q8_0.gguf"].claimed = "0" * 64
     error = pulls.refused()
     assert error.code is ErrorCode.INVALID_MODEL_FILE
@@ -262,7 +262,7 @@ def test_token_is_not_sent_to_another_host(pulls: Puller) -> None:
 
 
 def test_private_repository_looks_missing(pulls: Puller) -> None:
-    """Without the right token; the token is in no message."""
+    """The token is missing or wrong, and is in no message."""
     pulls.hub.token = "hf_secret"
     errors = [pulls.refused(), pulls.refused(token="hf_wrong"), pulls.refused("ada/none")]
     for error in errors:
@@ -325,7 +325,7 @@ def test_disk_that_fills_up_during_a_pull(pulls: Puller, monkeypatch: pytest.Mon
 
 
 def test_uncreatable_directory_is_named(pulls: Puller, tmp_path: Path) -> None:
-    """With the user that needs write access."""
+    """The message has the user that needs write access."""
     (tmp_path / "file").write_text("")
     pulls.directory = tmp_path / "file" / "models"
     assert pulls.refused().code is ErrorCode.STORAGE_UNAVAILABLE
@@ -398,7 +398,7 @@ def test_malformed_listing_is_refused(pulls: Puller, answer: bytes) -> None:
 
 @pytest.mark.parametrize("said", ["bytes x-y/z", "bytes 5-9/10", f"bytes {'9' * 5000}-1/1", "\xff"])
 def test_unrequested_range_is_refused(pulls: Puller, said: str) -> None:
-    """Also with a malformed Content-Range."""
+    """A malformed Content-Range is refused, too."""
     pulls.hub.range_said = said
     assert pulls.refused().code is ErrorCode.HUB_UNREACHABLE
 
@@ -416,7 +416,7 @@ def test_hub_and_token_come_from_the_environment(offline: None, monkeypatch: pyt
 
 
 def test_pulled_model_can_be_verified(pulls: Puller) -> None:
-    """By the manifest's checksum; a file that is no GGUF is found as well."""
+    """The manifest has its checksum; a file that is not a GGUF is detected as well."""
     verdict = verify(pulls().model)
     assert verdict.checksum_known
     assert ["GGUF" in problem for problem in verdict.problems] == [True]

@@ -85,7 +85,7 @@ def test_invalid_reference_lists_the_forms(text: str) -> None:
     ],
 )
 def test_quantization_is_in_the_name(path: str, name: str, quant: str | None) -> None:
-    """Of the file, or of its folder."""
+    """The name is that of the file or of its folder."""
     (variant,) = list_variants(files(path))
     assert (variant.name, variant.quant) == (name, quant)
 

@@ -97,7 +97,7 @@ def test_vector_width_is_read_from_the_file(folder: Path, written: int | None, w
 
 
 def test_configured_kind_overrides_the_file(folder: Path) -> None:
-    """For files without pooling metadata, and for text models used for embeddings."""
+    """This is for files without pooling metadata, and for text models that are used for embeddings."""
     _write_kind(folder / "some.gguf", "qwen3", None)
     spec = _read(folder, models={"some": {"kind": "embedding", "matryoshka": True}}).get("some")
     assert (spec.kind, spec.matryoshka) == ("embedding", True)
@@ -140,7 +140,7 @@ def test_former_name_of_the_default_model_is_an_alias(folder: Path) -> None:
 
 @pytest.mark.parametrize("chosen", [{"path": bundled_model()}, {"name": "demo"}])
 def test_demo_model_can_be_configured(folder: Path, chosen: dict[str, Any]) -> None:
-    """By its file or by its name."""
+    """Its file or its name selects it."""
     assert default_model(Settings.model_validate({"models_dir": folder, "model": chosen})) == default_model(
         Settings(models_dir=folder)
     )
@@ -191,7 +191,7 @@ def test_aliases_name_one_model_each(folder: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 and more", b"GGUF"])
 def test_default_that_is_no_model_is_listed(folder: Path, tmp_path: Path, content: bytes | None) -> None:
-    """Under its stem; the engine reports the defect."""
+    """It has the name of its file; the engine reports the defect."""
     path = tmp_path / "broken.gguf"
     if content is not None:
         path.write_bytes(content)
@@ -200,7 +200,7 @@ def test_default_that_is_no_model_is_listed(folder: Path, tmp_path: Path, conten
 
 
 def test_default_by_entry_name(folder: Path, tmp_path: Path) -> None:
-    """With all settings of the entry."""
+    """It has all settings of the entry."""
     path = _write(tmp_path / "phi-3.gguf", name="Phi 3")
     registry = _read(folder, model={"name": "phi"}, models={"phi": {"path": path, "slots": 2}})
     assert (registry.default, list(registry.models)) == ("phi", ["phi"])
@@ -220,7 +220,7 @@ def test_default_by_file_name(folder: Path, tmp_path: Path) -> None:
 
 
 def test_default_in_models_dir_is_listed_once(folder: Path, tmp_path: Path) -> None:
-    """By its stem there, also through a link."""
+    """It has the name of its file there, even if it is configured through a link."""
     path = _write(folder / "phi.gguf", name="Phi 3")
     (tmp_path / "link.gguf").symlink_to(path)
     for chosen in (path, tmp_path / "link.gguf"):
@@ -327,7 +327,7 @@ def test_entry_overrides_engine_settings(folder: Path) -> None:
 
 
 def test_draft_model_is_a_model_or_a_file(folder: Path, tmp_path: Path) -> None:
-    """By name or by path, for all models or for one; an empty text is none."""
+    """It is set by name or path, for all models or for one; an empty text is none."""
     small, other = _write(folder / "small.gguf"), tmp_path / "other.gguf"
     entries = {"one": {"path": "/one.gguf", "draft": str(other)}, "none": {"path": "/none.gguf", "draft": ""}}
     models = _read(folder, engine={"draft": "small"}, models=entries).models
@@ -499,7 +499,7 @@ def test_unreadable_models_dir(folder: Path, mode: int) -> None:
 
 
 def test_unusable_names_are_logged(folder: Path) -> None:
-    """In one printable, bounded line; a model with a configured name is fine."""
+    """They are in one printable line of bounded length; a model with a configured name is usable."""
     for name in ("My Model", "-rf", "\x1b[31mred", "ü" * 100, "a\nb", "x" * 129, "é", "$(id)"):
         _write(folder / f"{name}.gguf")
     odd = Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.gguf"))

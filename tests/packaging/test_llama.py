@@ -137,7 +137,7 @@ def test_cache_key_covers_the_build_options(other: dict[str, str]) -> None:
 
 
 def test_cache_key_covers_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the build is portable."""
+    """A portable build does not depend on it."""
     native, portable = Recipe.from_environment(VERSION, {}), Recipe.from_environment(VERSION, {"PORTABLE": "1"})
     monkeypatch.setattr(recipe, "_processor", lambda: "flags: other")
     assert Recipe.from_environment(VERSION, {}).name != native.name
@@ -182,7 +182,7 @@ def test_terminal_shows_progress_on_one_line() -> None:
 
 
 def test_log_file_gets_progress_every_15_seconds() -> None:
-    """And at once when a step begins."""
+    """A step is logged at once when it begins."""
     out, clock = io.StringIO(), Clock()
     progress = Progress(out, terminal=False, clock=clock)
     progress.begin("llama.cpp")
@@ -204,7 +204,7 @@ BUILT = [
 
 
 def test_remaining_compile_time_is_estimated() -> None:
-    """From the completed work, once there is some; links and messages do not count."""
+    """It is derived from the completed work; links and messages do not count."""
     clock = Clock()
     compilation = Compilation(TARGETS, clock=clock)
     assert str(compilation) == "0 of 4 compiled"
@@ -218,7 +218,7 @@ def test_remaining_compile_time_is_estimated() -> None:
 
 
 def test_nothing_is_estimated_where_no_target_is_known() -> None:
-    """As when ninja does not name its targets: the build goes on."""
+    """If ninja does not list its targets, the build continues."""
     assert str(Compilation([])) == "0 of 0 compiled"
 
 
@@ -256,7 +256,7 @@ def test_libraries_become_a_wheel_that_the_daemon_finds(
 def test_wheel_tag_excludes_older_systems(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libc: tuple[str, str], tag: str
 ) -> None:
-    """By the C library it was built with, so that pip skips it there."""
+    """The tag has the C library it was built with, so pip skips it on older ones."""
     monkeypatch.setattr(platform, "libc_ver", lambda: libc)
     wheel = packing.pack(built, tmp_path, version=VERSION, label="cpu", license_file=tmp_path / "LICENSE")
     assert wheel.stem.split("-")[-1].startswith(tag)
@@ -264,7 +264,7 @@ def test_wheel_tag_excludes_older_systems(
 
 @pytest.mark.parametrize("has_filter", [True, False], ids=["filter", "Python 3.11.2"])
 def test_only_needed_sources_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_filter: bool) -> None:
-    """Also on a Python whose ``extractall`` has no filter, as Debian 12's."""
+    """This works on a Python whose ``extractall`` has no filter, such as Debian 12's."""
     names = ("llama_cpp/llama.py", "vendor/llama.cpp/src/llama.cpp", "vendor/llama.cpp/models/big.gguf")
     with tarfile.open(tmp_path / "sources.tar.gz", "w:gz") as archive:
         for name in names:
@@ -313,7 +313,7 @@ mkdir -p "$2/bin" && echo library >"$2/bin/libllama.so"
 def test_bindings_are_packed_without_a_compiler(
     builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an option in the form that pip 23.0 knows, which is Debian 12's."""
+    """The option has a form that pip 23.0, Debian 12's, accepts."""
     monkeypatch.setattr(build, "PIP", ("sh", "-c", f'echo "$@" >{tmp_path}/asked', "pip"))
     builder.bindings(tmp_path)
     assert "--config-settings wheel.cmake=false" in (tmp_path / "asked").read_text()
@@ -332,7 +332,7 @@ def test_build_variables_become_cmake_options(builder: Builder, tmp_path: Path) 
 
 @pytest.mark.parametrize("makes", [False, True])
 def test_build_disables_amx(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, makes: bool) -> None:
-    """Where the compiler would use it."""
+    """It does so where the compiler would use it."""
     compiler = tmp_path / "compilers"
     program(compiler, "cc", f"echo '#define {'__AMX_TILE__' if makes else '__AVX2__'} 1'")
     monkeypatch.setenv("PATH", f"{compiler}:{os.environ['PATH']}")
@@ -341,7 +341,7 @@ def test_build_disables_amx(builder: Builder, tmp_path: Path, monkeypatch: pytes
 
 
 def test_failed_build_shows_the_end_of_its_log(builder: Builder, tmp_path: Path) -> None:
-    """And the path of the whole log."""
+    """The message has the path of the whole log."""
     (tmp_path / "broken").touch()
     with pytest.raises(BuildError, match=r"(?s)ninja failed with 2.*/log:\n.*error: broken"):
         builder.libraries(Recipe.from_environment(VERSION, {}), tmp_path)
@@ -450,7 +450,7 @@ def test_wheels_of_an_index_are_used_if_they_have_the_libraries(
 def test_index_without_the_libraries_is_logged_before_a_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: Index, kind: str, why: str
 ) -> None:
-    """In one line, and nothing is installed."""
+    """The log has one line, and nothing is installed."""
     progress = Silent()
     monkeypatch.setattr(installation, "_pip", Pip(has))
     assert not Installation(tmp_path, VERSION).install_from("https://example.com/simple", kind, progress=progress)
@@ -519,7 +519,7 @@ def test_users_own_libraries_are_not_built(tmp_path: Path, pip: Pip) -> None:
 
 
 def test_libraries_from_an_index_are_kept(tmp_path: Path, pip: Pip) -> None:
-    """Until a variable requests a build."""
+    """They are kept until a variable requests a build."""
     (tmp_path / MARK).write_text(f"{VERSION}-cuda-index\n")
     assert install(tmp_path, pip) == []
     assert install(tmp_path, pip, CUDA="1") == []
@@ -529,7 +529,7 @@ def test_libraries_from_an_index_are_kept(tmp_path: Path, pip: Pip) -> None:
 
 
 def test_wheels_of_an_index_precede_a_build(tmp_path: Path, pip: Pip) -> None:
-    """Of the kind that the variables select."""
+    """Their kind is the one that the variables select."""
     pip.has = BARE | CUDA | CPU
     (wheels,) = (each for each in install(tmp_path, pip, CUDA="1", LLAMA_WHEELS="https://example.com/simple") if each)
     assert sorted(wheels) == ["bindings.whl", "cuda.whl"]

@@ -50,7 +50,7 @@ def release(checkout: Path, tag: str, title: str) -> subprocess.CompletedProcess
 
 
 def test_release_notes_are_the_section_of_the_version(checkout: Path) -> None:
-    """Without its title and without other versions."""
+    """They have neither its title nor other versions."""
     done = release(checkout, "v1.2.3", "1.2.3 - 2026-02-03")
     assert (done.returncode, done.stdout) == (0, "-m build --outdir dist\n"), done.stderr
     assert (checkout / "dist/notes.md").read_text().strip() == "### Added\n\n- A thing."
@@ -103,7 +103,7 @@ def test_programs_of_workflows_exist() -> None:
 
 
 def test_workflow_matrix_equals_the_classifiers() -> None:
-    """From the lowest supported version on."""
+    """Both begin with the lowest supported version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pythons = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: 3\.\d+$", each)]
     matrix = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]

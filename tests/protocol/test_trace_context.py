@@ -34,7 +34,7 @@ WRONG = {
 
 @pytest.mark.parametrize("value", [GOOD, f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-ff", f"cc-{TRACE}-{SPAN}-01-new"])
 def test_valid_traceparent_is_kept(value: str) -> None:
-    """Also with unknown flags, and of a later version with more fields."""
+    """Unknown flags, and a later version with more fields, are valid, too."""
     assert check_traceparent(value) == value
     assert read_traceparent(f"  {value} ") == value
 

@@ -169,7 +169,7 @@ async def test_waiting_acceptor_can_be_closed(harness: AcceptorHarness, clock: L
 
 
 async def test_server_recovers_from_descriptor_exhaustion(serve: Serve, clock: LoopClock) -> None:
-    """With the kernel's real limit reached."""
+    """The test reaches the kernel's real limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with serve() as server:
         assert (await server.http("/healthz"))[0] == 200  # all modules are loaded

@@ -63,7 +63,7 @@ def spelled(given_events: list[Any]) -> list[Any]:
 
 @given(STEPS, st.integers(0, 9))
 def test_each_keys_text_is_whole_and_in_order(steps: list[tuple[int, Any] | None], n_separate: int) -> None:
-    """However much is coalesced, and whenever the reader takes an entry; bytes are counted back to none."""
+    """This holds for any coalescing and any times of reading; the byte count returns to zero."""
     metrics = DaemonMetrics()
     queue: EventQueue[int, Any] = EventQueue(
         limit_bytes=2**20, overflowed=lambda: None, metrics=metrics, n_separate=n_separate

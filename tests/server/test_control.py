@@ -80,7 +80,7 @@ async def test_unknown_command_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["s_1", "Ünïcode with spaces", "x" * 1000])
 async def test_purge_reaches_the_daemon(tmp_path: Path, name: str) -> None:
-    """With its kind and the complete name."""
+    """The daemon receives its kind and the complete name."""
     asked: list[tuple[str, str]] = []
     told = asyncio.Event()
 
@@ -126,7 +126,7 @@ def test_state_directory_lock_is_exclusive(tmp_path: Path) -> None:
 
 
 def test_missing_daemon_is_reported(tmp_path: Path) -> None:
-    """Also without its directory."""
+    """The directory may be missing, too."""
     assert not notify_tokens_changed(tmp_path)
     assert not notify_tokens_changed(tmp_path / "missing")
     assert not request_purge(tmp_path, "session", "s_1")
@@ -145,7 +145,7 @@ def _open_descriptors() -> int:
 
 
 async def test_reload_returns_its_problems(tmp_path: Path) -> None:
-    """At most a number of them, and no descriptor stays open."""
+    """Their number is bounded, and no descriptor stays open."""
     problem = ReloadProblem("clients", ErrorCode.INVALID_CONFIG, "clients.toml is broken", "client_id", None)
     report = ReloadReport((problem,) * 50, ("server.port",))
     control = ControlSocket(tmp_path, tokens_changed=lambda: None, reload=lambda: report)

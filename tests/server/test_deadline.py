@@ -17,7 +17,7 @@ DAY_S = 86_400.0
 
 @pytest.mark.parametrize("delay_s", [0.0, -5.0])
 async def test_past_deadline_is_called_soon(delay_s: float) -> None:
-    """Not synchronously."""
+    """It is not called synchronously."""
     passed = asyncio.Event()
     Deadline(delay_s, passed.set)
     assert not passed.is_set()
@@ -26,7 +26,7 @@ async def test_past_deadline_is_called_soon(delay_s: float) -> None:
 
 
 async def test_cancelled_deadline_is_not_called() -> None:
-    """However often it is cancelled."""
+    """It may be cancelled several times."""
     called: list[None] = []
     deadline = Deadline(0.0, lambda: called.append(None))
     deadline.cancel()

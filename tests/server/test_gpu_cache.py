@@ -44,7 +44,7 @@ async def cached(read: Callable[[], Gpus], driver: FakeDriver, patience_s: float
 
 
 async def test_readings_are_cached_for_two_seconds() -> None:
-    """Then the driver is read again."""
+    """After that the driver is read again."""
     driver = FakeDriver()
     async with cached(driver.read, driver) as cache:
         first = await cache.get()
@@ -55,7 +55,7 @@ async def test_readings_are_cached_for_two_seconds() -> None:
 
 
 async def test_concurrent_requests_share_a_reading() -> None:
-    """However many there are."""
+    """Their number does not matter."""
     driver = FakeDriver()
     async with cached(driver.read, driver) as cache:
         found = await asyncio.gather(*(cache.get() for _ in range(10)))
@@ -97,7 +97,7 @@ async def test_failed_reading_is_retried() -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_close_does_not_wait_for_the_driver(times: int) -> None:
-    """Also when called twice."""
+    """It may be called twice."""
     driver = FakeDriver()
     async with cached(driver.read, driver, patience_s=0.01) as cache:
         driver.answers.clear()

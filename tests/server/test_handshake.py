@@ -83,7 +83,7 @@ def test_clients_of_a_local_proxy_are_not_local(
     ],
 )
 def test_untrusted_local_proxy_is_detected(peer: str, headers: dict[str, str], seen: bool) -> None:
-    """By its forwarding headers, not by those that remote clients send."""
+    """Its forwarding headers identify it; those that remote clients send do not."""
     proxies = TrustedProxies(())
     proxies.peer_info(peer, Headers(headers))
     assert proxies.sees_untrusted is seen

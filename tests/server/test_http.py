@@ -79,7 +79,7 @@ async def refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"G"])
 async def test_slow_request_head_gets_408(serve: Serve, clock: LoopClock, said: bytes) -> None:
-    """However it is dribbled."""
+    """The pace of its bytes does not matter."""
     async with serve(head_timeout_s=20) as server, peer(server) as (reader, writer):
         writer.write(said)
         await head_began(server)
@@ -102,7 +102,7 @@ async def test_head_timeout_starts_at_the_first_byte(serve: Serve, clock: LoopCl
 
 
 async def test_silent_connection_is_closed(serve: Serve) -> None:
-    """Without a response."""
+    """It gets no response."""
     async with serve(head_timeout_s=0.05) as server, peer(server) as (reader, _):
         assert await reader.read() == b""
 
@@ -120,7 +120,7 @@ async def test_keep_alive_timeout(serve: Serve, clock: LoopClock) -> None:
 
 
 async def test_head_timeout_applies_to_later_requests(serve: Serve, clock: LoopClock) -> None:
-    """On a kept connection."""
+    """The connection is kept alive."""
     async with serve(head_timeout_s=20) as server, peer(server) as (reader, writer):
         writer.write(GET)
         await answer(reader)
@@ -209,7 +209,7 @@ def endless(server: Running) -> Callable[[Scope, Receive, Send], object]:
 
 
 async def test_unread_response_is_reset(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a time without progress."""
+    """It is reset after a time without progress."""
     monkeypatch.setattr(http, "STALL_S", 0.1)
     answering(server, endless(server))
     async with peer(server) as (reader, writer):
@@ -388,7 +388,7 @@ async def test_invalid_body_is_not_logged_as_an_error(
 
 @pytest.mark.parametrize("path", ["/metrics", "/openapi.json", "/v1/models"])
 async def test_long_query_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Before authentication."""
+    """It is refused before authentication."""
     monkeypatch.setattr("starlette.datastructures.parse_qsl", pytest.fail)
     status, _, body = await server.http(f"{path}?{'a&' * MAX_QUERY_BYTES}")
     assert status == 400

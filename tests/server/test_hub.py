@@ -33,7 +33,7 @@ def fail(*_: object, **__: object) -> None:
 async def test_failing_connection_does_not_affect_others(
     monkeypatch: pytest.MonkeyPatch, what: str, act: Callable[[ConnectionHub], None]
 ) -> None:
-    """In either order the other one is notified."""
+    """The other one is notified in either order."""
     context, wires = stub_context(), [StubWire(), StubWire(), StubWire()]
     connections = [Connection(context, wire, address="192.0.2.1", v1=True) for wire in wires]
     for connection in connections:

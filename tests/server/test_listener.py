@@ -61,7 +61,7 @@ def test_every_address_of_a_name_has_the_same_port() -> None:
 
 
 async def test_signal_handlers_are_unchanged(serve: Serve) -> None:
-    """As before the server ran."""
+    """They are those from before the server ran."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(each) for each in signals]
     async with serve() as server:
@@ -121,7 +121,7 @@ async def test_stop_deadline_suspends_running_turns(serve: Serve) -> None:
 
 
 async def test_draining_refuses_new_connections(serve: Serve) -> None:
-    """With 503, and readiness is false."""
+    """The status is 503, and readiness is false."""
     async with serve(shutdown_timeout_s=60) as server, server.v1() as client:
         await receive(client)
         sid = (await ask(client, op="create_session"))["session_id"]

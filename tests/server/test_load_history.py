@@ -88,7 +88,7 @@ def test_readings_are_means_of_a_minute() -> None:
 
 
 def test_work_is_grouped() -> None:
-    """By model or by client; a client's own work has nothing of others."""
+    """Groups are models or clients; a client's own work includes no work of others."""
     history = LoadHistory(clock=Clock())
     history.turn_ended(turn("a", "ada", tokens=5))
     history.turn_ended(turn("b", "ada", tokens=7, ttft_ms=40.0))
@@ -122,7 +122,7 @@ def test_history_forgets_what_is_older_than_a_day() -> None:
 
 
 def test_clock_that_is_set_back_begins_anew() -> None:
-    """By seconds, the last minute goes on."""
+    """If it is set back by seconds, the last minute continues."""
     clock = Clock()
     history = LoadHistory(clock=clock)
     history.turn_ended(turn(tokens=1))
@@ -138,7 +138,7 @@ def test_clock_that_is_set_back_begins_anew() -> None:
 
 
 def test_number_of_series_is_bounded() -> None:
-    """Beyond it work counts for the rest; series without work in the last day make room."""
+    """Further work counts as the rest; series without work in the last day are replaced."""
     clock = Clock()
     history = LoadHistory(clock=clock)
     for number in range(MAX_SERIES + 50):
@@ -153,7 +153,7 @@ def test_number_of_series_is_bounded() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """As much as all columns take, and hardly more."""
+    """It is hardly more than all columns need."""
     tracemalloc.start()
     try:
         clock = Clock()
@@ -170,7 +170,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_history_survives_a_restart() -> None:
-    """What was recorded is continued."""
+    """The recorded history is continued."""
     clock = Clock()
     history = LoadHistory(clock=clock)
     history.sample(metrics(running=3))
@@ -194,7 +194,7 @@ def test_history_survives_a_restart() -> None:
     ],
 )
 def test_damaged_history_is_refused(damaged: bytes) -> None:
-    """What there is stays."""
+    """The existing history stays."""
     history = LoadHistory(clock=Clock())
     history.turn_ended(turn())
     with pytest.raises(ValueError):  # noqa: PT011 - with the reason of the parser
@@ -203,7 +203,7 @@ def test_damaged_history_is_refused(damaged: bytes) -> None:
 
 
 async def test_history_is_kept_in_a_file(tmp_path: Path) -> None:
-    """Between daemons; a damaged file is replaced at the end."""
+    """The next daemon reads it; a damaged file is replaced at the end."""
     clock, path = Clock(), tmp_path / "load_history.json"
     sampler = stub_context().sampler
     first = LoadHistory(clock=clock)

@@ -197,7 +197,7 @@ class RecordingSink:
 
 
 async def test_subscriptions_share_one_driver_thread() -> None:
-    """At any intervals."""
+    """Their intervals may differ."""
     context, gpu, now_s = stub_context(), StubGpu(), 0.0
     sources = MetricsSampler(
         gpu=gpu, engine=context.models, sessions=context.sessions, clock=lambda: 0.0, monotonic=lambda: now_s
@@ -240,7 +240,7 @@ async def test_blocked_driver_gives_frames_without_gpu(clock: LoopClock) -> None
 
 
 async def test_failing_sink_does_not_affect_others() -> None:
-    """Neither requests nor subscriptions."""
+    """Neither requests nor subscriptions are affected."""
     context, good = stub_context(), RecordingSink()
     feed = context.feed
     for sink in (RecordingSink(failing=True), good):
@@ -253,7 +253,7 @@ async def test_failing_sink_does_not_affect_others() -> None:
 
 
 async def test_failed_reading_answers_the_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an error that has its id."""
+    """The answer is an error with its id."""
 
     def fail() -> GpuReading:
         raise ValueError

@@ -346,7 +346,7 @@ def session(*contents: str) -> events.Session:
 @settings(deadline=None)
 @given(st.lists(st.text()), st.sampled_from(["", "ä" * 200_000]), st.none() | st.text(max_size=9))
 def test_pieces_equal_the_codecs(contents: list[str], last: str, request_id: str | None) -> None:
-    """For any content; only the last is shorter."""
+    """This holds for any content; only the last piece is shorter."""
     event = session(*contents, last).model_copy(update={"id": request_id})
     pieces = list(encode_in_pieces(event))
     assert json.loads(b"".join(piece for piece, _ in pieces)) == json.loads(encode(event) or "")
@@ -356,7 +356,7 @@ def test_pieces_equal_the_codecs(contents: list[str], last: str, request_id: str
 
 
 async def test_long_message_is_sent_one_piece_per_iteration(outbox: Outbox, wire: StubWire) -> None:
-    """Later events follow it."""
+    """Later events are sent after it."""
     outbox.replay([session(*["x" * 1000] * 300)])
     outbox.send(PONG)
     seen = []
@@ -410,7 +410,7 @@ async def test_replay_waiters_are_notified(outbox: Outbox, wire: StubWire) -> No
 
 
 def test_frame_prefixes_of_ended_sessions_are_dropped(outbox: Outbox) -> None:
-    """However a session leaves the socket."""
+    """This holds for every way in which a session leaves the socket."""
     stats = TurnStats(ttft_ms=0, total_ms=0, tokens=0, tps=0, prompt_tokens=0, cached_tokens=0, queue_ms=0, preempted=0)
     usage = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
     common: dict[str, Any] = {"session_id": "s", "seq": 2}
@@ -429,7 +429,7 @@ def test_frame_prefixes_of_ended_sessions_are_dropped(outbox: Outbox) -> None:
 
 
 def test_repr_shows_pending_events(outbox: Outbox, wire: StubWire) -> None:
-    """For debugging."""
+    """The text is for debugging."""
     wire.takes_frames = False
     outbox.send(PONG)
     assert repr(outbox) == "<Outbox 1 frames, 13 bytes>"

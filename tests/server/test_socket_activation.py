@@ -84,7 +84,7 @@ def refusal() -> InferenceCenterError:
 
 
 def test_inherited_file_is_refused(at: Callable[[int], None], tmp_path: Path) -> None:
-    """As is a descriptor that is not open."""
+    """A descriptor that is not open is refused, too."""
     with (tmp_path / "file").open("w") as file:
         at(file.fileno())
         assert "is no socket" in refusal().message

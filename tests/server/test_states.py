@@ -13,7 +13,7 @@ def test_closed_is_final() -> None:
 
 
 def test_authenticate_and_drain_happen_at_most_once() -> None:
-    """On any way from open to closed."""
+    """This holds for every path from open to closed."""
     assert [state for state, event in CONNECTION.rows if event is ConnectionEvent.AUTHENTICATE] == [
         ConnectionState.CONNECTED
     ]

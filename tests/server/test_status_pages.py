@@ -33,7 +33,7 @@ PROXIED = "X-Forwarded-For: 192.0.2.1\r\n"
 
 @pytest.mark.parametrize("path", ["/", "/ws", "/api/inference"])
 async def test_plain_get_describes_the_server(server: Running, path: str) -> None:
-    """Without an upgrade."""
+    """The request has no upgrade."""
     status, _, body = await server.http(path)
     assert (status, json.loads(body)["server"]) == (200, "inferencecenter")
 
@@ -142,7 +142,7 @@ async def test_process_metrics(server: Running) -> None:
 
 
 def test_gpu_metrics() -> None:
-    """By index; missing readings and lost GPUs are absent."""
+    """They have the index of the GPU; missing readings and lost GPUs are absent."""
     metrics = DaemonMetrics()
     readings = (
         GpuReading(index=0, name="One", uuid="GPU-1", temperature_c=60, slowdowns=("power_cap",)),
@@ -213,7 +213,7 @@ async def test_metrics_access_setting(serve: Serve, access: str | None, headers:
 
 
 async def test_token_in_the_metrics_url_is_refused(serve: Serve) -> None:
-    """As for sockets."""
+    """Sockets refuse it, too."""
     async with serve(metrics_access="token") as server:
         assert (await server.http(f"/metrics?token={server.token}"))[0] == 400
 
@@ -234,7 +234,7 @@ async def test_untrusted_proxy_is_reported_locally(server: Running) -> None:
 
 
 async def test_trusted_proxy_is_not_reported(serve: Serve) -> None:
-    """Nor is a local program."""
+    """A local program is not reported, either."""
     async with serve(trusted_proxies=("127.0.0.1",)) as server:
         await server.http("/readyz", "Host: chat.example.org\r\n" + PROXIED)
         assert not server.context.proxies.sees_untrusted

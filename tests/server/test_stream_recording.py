@@ -21,7 +21,7 @@ def read_all(recording: StreamRecording, start: int = 0) -> list[bytes]:
 
 
 def test_events_are_read_from_any_number() -> None:
-    """In parts of bounded size, and none beyond the last."""
+    """They are read in parts of bounded size, up to the last."""
     recording = StreamRecordings().begin("ada")
     events = [b"%d" % number + EVENT for number in range(200)]
     for event in events:
@@ -32,7 +32,7 @@ def test_events_are_read_from_any_number() -> None:
 
 
 def test_client_with_more_than_its_share_loses_its_oldest_events() -> None:
-    """Not another client; the recordings that it has kept longest go first."""
+    """Other clients lose none; of its recordings the oldest are dropped first."""
     recordings = StreamRecordings(room_bytes=100_000)
     modest, old, new = (recordings.begin(client_id) for client_id in ("bob", "ada", "ada"))
     modest.add(EVENT)

@@ -225,7 +225,7 @@ def test_future_certificate_is_a_warning(files: CertificateFiles) -> None:
 
 
 async def test_oldest_stalled_handshake_is_evicted(serve: Serve, files: CertificateFiles) -> None:
-    """Beyond the limit, and an active one completes."""
+    """This happens at the limit; an active handshake completes."""
     async with serve(tls=files.certificate().context, max_connections=2) as server:
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         async with asyncio.timeout(60):

@@ -52,7 +52,7 @@ def test_address_over_the_limit_is_refused() -> None:
 
 
 def test_refusal_has_retry_after() -> None:
-    """In the head and in the error's fields."""
+    """The head and the error have it."""
     head, _, body = REFUSAL.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0] == "HTTP/1.1 429 Too Many Requests"

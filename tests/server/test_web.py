@@ -104,7 +104,7 @@ async def test_files_are_compressed_on_request(server: Running) -> None:
     ],
 )
 async def test_etag_gives_304(server: Running, path: str, safe: dict[str, str]) -> None:
-    """For a weak or listed tag; another tag gets the file. Scripts need no policy."""
+    """The tag may be weak or in a list; another tag gets the file. Scripts need no policy."""
     tag = fields((await server.http(path, BROWSER))[1])["etag"]
     for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
         status, head, body = await server.http(path, BROWSER + f"If-None-Match: {known}\r\n")

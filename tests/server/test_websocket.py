@@ -114,7 +114,7 @@ async def test_slow_socket_loses_nothing(serve: Serve) -> None:
 
 
 async def test_unanswered_pings_close_the_connection(serve: Serve, clock: LoopClock) -> None:
-    """After the ping timeout."""
+    """It closes after the ping timeout."""
     async with serve(ping_interval_s=30, ping_timeout_s=60) as server, server.v1(ping_interval=None) as socket:
         await receive(socket)
         wire = only_websocket(server)
@@ -205,7 +205,7 @@ async def test_upgrade_at_another_path_gets_404(server: Running, path: str) -> N
 
 
 async def test_refused_upgrades_are_not_logged_as_errors(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither a wrong path nor a wrong token."""
+    """The path or the token is wrong."""
     for path, headers in ((b"/nowhere", b""), (b"/ws", b"Authorization: Bearer x\r\n")):
         await upgrade_refused(server, path, headers)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
@@ -237,7 +237,7 @@ CLOSE = Frame(Opcode.CLOSE, Close(1000, "").serialize())
 async def test_frames_after_invalid_utf8_are_handled(
     server: Running, caplog: pytest.LogCaptureFixture, frames: list[Frame], code: int
 ) -> None:
-    """In the same packet: a ping is not answered, a close is."""
+    """They are in the same packet: a ping is not answered, a close is."""
     async with server.connect() as socket:
         await receive(socket)
         socket.transport.write(b"".join(frame.serialize(mask=True) for frame in frames))
@@ -246,7 +246,7 @@ async def test_frames_after_invalid_utf8_are_handled(
 
 
 async def test_fragmented_message_is_reassembled(server: Running) -> None:
-    """Also where a character is split."""
+    """A fragment may end within a character."""
     async with server.v1() as socket:
         await receive(socket)
         frame = json.dumps({"op": "ping", "id": "é"}, ensure_ascii=False).encode()
@@ -272,7 +272,7 @@ def masked(opcode: int, data: bytes = b"") -> bytes:
     "frame", [masked(1), masked(9), masked(10), masked(1, b"{}")], ids=["empty", "ping", "pong", "json"]
 )
 async def test_small_frames_yield_to_the_loop(server: Running, monkeypatch: pytest.MonkeyPatch, frame: bytes) -> None:
-    """Between any two batches; frames are answered in order."""
+    """The loop runs between any two batches; frames are answered in order."""
     sizes: list[int] = []
     read = WebSocketsSansIOProtocol.data_received
 
@@ -296,7 +296,7 @@ async def test_small_frames_yield_to_the_loop(server: Running, monkeypatch: pyte
 
 
 async def test_large_frame_is_reassembled(server: Running) -> None:
-    """From any number of reads, and later frames are answered after it."""
+    """It may arrive in any number of reads; later frames are answered after it."""
     async with server.v1() as socket:
         await receive(socket)
         await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * 900_000}))

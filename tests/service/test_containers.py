@@ -68,7 +68,7 @@ def test_prometheus_scrapes_the_daemon(compose: Any) -> None:
 
 
 def test_grafana_uses_prometheus(compose: Any) -> None:
-    """By its service's name and port."""
+    """Its address is the name and the port of the service."""
     (source,) = yaml.safe_load((ROOT / "config/grafana/datasources.yml").read_text())["datasources"]
     service, port = source["url"].removeprefix("http://").split(":")
     assert compose["services"][service]["ports"][0].endswith(f":{port}")

@@ -39,7 +39,7 @@ def test_reload_reopens_the_log_file(tmp_path: Path) -> None:
 
 
 def test_unwritable_log_file_fails_the_start(tmp_path: Path) -> None:
-    """With the exit code of a wrong setting, and its name on standard error."""
+    """The exit code is that of a wrong setting, and standard error names it."""
     with start_service(tmp_path, INFERENCECENTER_LOG__FILE=str(tmp_path / "no" / "daemon.log")) as daemon:
         assert daemon.process.wait(timeout=30) == 78
         assert "log.file" in daemon.log.read_text() or "daemon.log cannot be written" in daemon.log.read_text()

@@ -362,7 +362,7 @@ def json_lines(log: Path) -> list[str]:
 
 
 def test_ignored_sighup_stays_ignored(tmp_path: Path, manager: ServiceManager) -> None:
-    """Under nohup nothing is reloaded."""
+    """Under nohup no reload happens."""
     ignoring = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as daemon:

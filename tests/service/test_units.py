@@ -64,7 +64,7 @@ def test_systemd_analyze_accepts_the_units(units: Path) -> None:
 
 @needs_systemd
 def test_exposure_score_is_within_the_limit(units: Path) -> None:
-    """And equals that in docs/operations.md."""
+    """It equals the score in docs/operations.md."""
     said = run("systemd-analyze", "security", "--offline=true", "--no-pager", units / "inferencecenter.service")
     found = re.search(r"Overall exposure level for \S+: ([\d.]+)", said)
     assert found, said
@@ -73,7 +73,7 @@ def test_exposure_score_is_within_the_limit(units: Path) -> None:
 
 
 def test_syslog_identifier_is_the_daemon() -> None:
-    """Not the interpreter."""
+    """It is not the interpreter's name."""
     assert "\nSyslogIdentifier=inferencecenter\n" in (ROOT / "systemd" / "inferencecenter.service").read_text()
 
 

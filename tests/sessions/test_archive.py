@@ -109,7 +109,7 @@ async def _called(call: Callable[..., Any], *args: Any, **fields: Any) -> None:
 
 
 async def test_least_recently_used_session_is_archived_at_the_limit(path: Path) -> None:
-    """Not the oldest, and nothing is deleted."""
+    """The oldest one stays, and no session is deleted."""
     async with storing(path) as world:
         oldest, second, third, fourth = world.many(4)
         world.turn(oldest, "Again", "Yes")
@@ -168,7 +168,7 @@ async def test_archived_session_keeps_its_epoch_and_numbers(path: Path) -> None:
 
 
 async def test_archived_session_is_modified_after_loading(path: Path) -> None:
-    """What follows is stored in the same session: turns, rewinds, forks and metadata."""
+    """Later turns, rewinds, forks and metadata are stored in the same session."""
     async with storing(path) as world:
         first = world.conversation("Who?", "Me")
         world.many(4)
@@ -190,7 +190,7 @@ async def test_archived_session_is_modified_after_loading(path: Path) -> None:
 
 
 async def test_archived_session_of_another_client_is_not_found(path: Path) -> None:
-    """Also for a client with an archive of its own."""
+    """This holds for a client with an archive of its own."""
     async with storing(path) as world:
         (first, *_) = world.many(5)
         for _ in range(5):
@@ -243,7 +243,7 @@ async def test_longer_session_archives_idle_ones(path: Path) -> None:
 
 
 async def test_subscriber_of_an_archived_session_is_told_that_another_has_it(path: Path) -> None:
-    """As if the session had stayed in memory; a closed socket is forgotten."""
+    """The event is the same as for a session in memory; a closed socket is dropped."""
     async with storing(path) as world:
         watched = world.create()
         world.turn(watched, "Hi", "Hello")
@@ -384,7 +384,7 @@ async def test_archived_session_is_closed_at_the_limit(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["session", "client"])
 async def test_purge_deletes_archived_sessions(path: Path, kind: Any) -> None:
-    """Also one that is being loaded."""
+    """A session that is being loaded is deleted, too."""
     async with storing(path) as world:
         (first, *_) = world.many(6)
         name = first if kind == "session" else "ada"
@@ -494,7 +494,7 @@ async def test_unreadable_archived_session_leaves_the_others(path: Path) -> None
 
 
 async def test_sessions_are_not_archived_while_the_store_is_faulty(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only memory has stays there."""
+    """Data that only memory has stays there."""
     async with storing(path) as world:
         world.many(4)
         monkeypatch.setattr(SessionStore, "fault", StorageFault("the disk is full"))

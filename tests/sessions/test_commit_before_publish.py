@@ -80,7 +80,7 @@ def test_turn_is_recorded_step_by_step(world: SessionHarness) -> None:
 
 
 def test_each_number_is_recorded_with_its_event(world: SessionHarness) -> None:
-    """Also for an event without any other record."""
+    """This includes events without any other record."""
     world.engine.position = 2
     session_id = world.create()
     world.infer(session_id, turn_key="k")
@@ -216,7 +216,7 @@ def test_session_with_store_false_writes_no_records(world: SessionHarness) -> No
 
 
 def test_daemon_without_a_store_stores_no_session(world: SessionHarness) -> None:
-    """Whatever is requested, and the engine must not write KV either."""
+    """Requests cannot change this, and the engine must not write KV, either."""
     world.journal = None
     world.reopen()
     assert not world.sessions.durable
@@ -279,7 +279,7 @@ def test_all_turns_are_recorded_though_only_the_latest_are_listed(
 
 @given(lengths=st.lists(st.integers(0, 3), max_size=12))
 def test_events_arrive_in_the_order_of_their_numbers(lengths: list[int]) -> None:
-    """However slow and partial the commits are."""
+    """Slow and partial commits do not change the order."""
     world = SessionHarness()
     session_id = world.create()
     journal(world).holding = True
@@ -305,7 +305,7 @@ def test_null_journal_runs_callbacks_at_once() -> None:
 
 
 def test_skipped_record_adds_a_warning(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of each turn, because a restart would show it."""
+    """Each turn ends with it, because a restart would show the loss."""
     names = [world.create() for _ in range(2)]
     monkeypatch.setattr(journal(world), "is_incomplete", lambda session_id: session_id == names[0])
     warnings = []
@@ -318,7 +318,7 @@ def test_skipped_record_adds_a_warning(world: SessionHarness, monkeypatch: pytes
 
 @pytest.mark.parametrize("fault", [None, StorageFault("the disk is full")])
 def test_pending_resumes_are_bounded(world: SessionHarness, fault: StorageFault | None) -> None:
-    """Per client over all sockets; sessions that are not stored are not affected."""
+    """The bound is for a client over all sockets; sessions that are not stored are unaffected."""
     session_id, unstored = world.create(), world.create(store=False)
     journal(world).holding = True
     for _ in range(MAX_RESUMING):

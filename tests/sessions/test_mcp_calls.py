@@ -87,7 +87,7 @@ def test_call_that_is_stopped_before_its_commit_is_not_sent() -> None:
 
 
 def test_results_count_in_the_replay_buffer() -> None:
-    """By their bytes, so that long results displace older events."""
+    """They count by their bytes, so long results displace older events."""
     buffer = ReplayBuffer(10_000)
     for seq in (1, 2):
         buffer.add(

@@ -61,7 +61,7 @@ def test_session_may_name_its_model_by_an_alias(world: SessionHarness, large: Fa
 def test_session_on_an_embedding_model_is_refused(
     world: SessionHarness, large: FakeEngine, kind: str, path: str
 ) -> None:
-    """Before the model is loaded; the error names the API for its requests."""
+    """It is refused before the model is loaded; the error names the API for its requests."""
     world.engines.kinds["large"] = kind
     error = refused(ErrorCode.INVALID_REQUEST, world.create, model="large")
     assert error.field == "model"

@@ -250,7 +250,7 @@ def test_context_shift_uses_the_context_size_of_the_turns_model(
 def test_started_turn_resumes_on_its_model_after_engine_loss(
     world: SessionHarness, toy: FakeEngine, large: FakeEngine
 ) -> None:
-    """Whatever the default is."""
+    """The default model does not matter."""
     session_id = world.create()
     world.infer(session_id)
     toy.start()

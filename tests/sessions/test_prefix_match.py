@@ -287,7 +287,7 @@ def test_foreign_and_rewound_turns_are_unknown(world: SessionHarness) -> None:
 
 
 def test_notes_survive_forks_and_restarts(world: SessionHarness) -> None:
-    """For running and ended turns."""
+    """They belong to running or to ended turns."""
     session_id = world.create()
     noted(world, session_id, "a", "first")
     first = world.engine.last.turn_id

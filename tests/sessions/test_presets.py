@@ -35,7 +35,7 @@ def refused(call: Any) -> InferenceCenterError:
 
 
 def test_preset_is_replaced_and_deleted(world: SessionHarness) -> None:
-    """By type and name; each change is recorded, and told to the client's other sockets."""
+    """Type and name identify it; each change is recorded and sent to the client's other sockets."""
     told: list[Any] = []
     world.sessions.subscribe(lambda client, event, knowing: told.append((client, event, knowing)))
     library, client = world.sessions.presets, world.client
@@ -69,7 +69,7 @@ def test_other_clients_presets_cannot_be_deleted(world: SessionHarness) -> None:
 
 
 def test_presets_are_bounded(world: SessionHarness) -> None:
-    """In number and characters; replacing one is allowed at the limit, and another client is not affected."""
+    """Number and characters are bounded; a preset can be replaced at the limit, and other clients are unaffected."""
     library, client = world.sessions.presets, world.client
     for number in range(MAX_PRESETS):
         library.save(client, PROMPT.model_copy(update={"name": str(number)}))

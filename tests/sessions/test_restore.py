@@ -171,7 +171,7 @@ def test_unclean_stop_changes_the_epoch(world: SessionHarness) -> None:
 
 
 def test_repeated_request_attaches_to_its_turn(world: SessionHarness) -> None:
-    """To a resumed turn and to an ended one."""
+    """The turn is resumed or has ended."""
     session_id = interrupted(world, "ab")
     restart(world)
     world.infer(session_id, "Go on", turn_key="k", id="i")
@@ -343,7 +343,7 @@ def test_pending_turn_keeps_its_session(world: SessionHarness) -> None:
 
 
 def test_clock_change_expires_no_session(world: SessionHarness) -> None:
-    """Neither forwards while running nor backwards at the start."""
+    """The clock may jump forward while the daemon runs, or back at its start."""
     wall = [1000.0]
     session_id = world.create(ttl_s=100)
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))

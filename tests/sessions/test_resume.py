@@ -56,7 +56,7 @@ def test_resume_replays_missed_events_before_new_ones(world: SessionHarness) -> 
 
 
 def test_resume_at_the_last_number_replays_nothing(world: SessionHarness) -> None:
-    """Also of an idle session and on the same socket."""
+    """This holds for an idle session, and on the same socket."""
     session_id = begin(world, "a")
     world.engine.finish(kept="a")
     last_seq = seqs(world.sink)[-1]

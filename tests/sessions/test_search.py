@@ -105,7 +105,7 @@ def check_against_texts(path: Path) -> None:
 
 
 async def test_words_of_live_and_archived_sessions_are_found(path: Path) -> None:
-    """In questions and answers, by any case and without accents, most recently used first, without loading any."""
+    """Questions and answers match in any case and without accents; the latest come first, and none is loaded."""
     async with storing(path) as world:
         first = world.conversation("Wie macht man Crème brûlée?", "With sugar and a torch.")
         others = world.many(4)
@@ -291,7 +291,7 @@ async def test_titles_follow_their_changes(path: Path) -> None:
 
 
 async def test_index_equals_the_texts_after_any_changes(path: Path) -> None:
-    """After turns, rewinds, forks, moved bases, archiving, loading and deletions."""
+    """Changes are turns, rewinds, forks, moved bases, archiving, loading and deletions."""
     async with storing(path) as world:
         session = world.create(metadata={"title": "Tree"}, system="System words")
         turns = [world.turn(session, f"Question {n}", f"Answer {n} apple") for n in range(5)]
@@ -461,7 +461,7 @@ def test_any_query_can_be_searched(query: str, text: str) -> None:
 
 
 def test_excerpt_is_around_the_first_hit() -> None:
-    """In one line, with the hits in it, and the letters as they are in the text."""
+    """It is one line with the hits, and has the letters of the text."""
     text = "x" * 1000 + " Some words\nbefore the Ünïcode place, and after " + "y" * 1000
     snippet, marks = Excerpts(search_terms("unicode")).of(text)
     assert len(snippet) == SNIPPET_CHARS

@@ -118,7 +118,7 @@ def test_fork_of_a_stateless_session_is_stateless(world: SessionHarness) -> None
 
 
 def test_purge_of_the_client_closes_its_stateless_sessions(world: SessionHarness) -> None:
-    """Like all other sessions."""
+    """They are closed like its other sessions."""
     session_id = idle(world)
     assert world.sessions.purge("client", "ada") == 1
     assert there(world, session_id) == [False]

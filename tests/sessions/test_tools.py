@@ -60,7 +60,7 @@ def test_reasoning_tokens_are_counted(world: SessionHarness) -> None:
 
 
 def test_schemas_are_searched_once_a_turn(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the warnings of the turn and for its grammar: of each tool, and of the form."""
+    """The result serves the warnings of the turn and its grammar, for each tool and for the response format."""
     searched: list[Any] = []
 
     def counted(schema: Any, *, strict: bool) -> tuple[Any, list[Unenforced]]:

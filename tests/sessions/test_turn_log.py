@@ -54,7 +54,7 @@ def test_restored_ends_are_found() -> None:
 
 
 def test_failures_are_remembered_up_to_a_limit() -> None:
-    """With their notes; failed turns are not listed."""
+    """Their notes are kept, too; failed turns are not listed."""
     turn_log = TurnLog()
     failure = Error(code="internal", message="no", error="no", session_id="s", turn_id="t", retryable=False)
     for number in range(MAX_FAILURES + 1):

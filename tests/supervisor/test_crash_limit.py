@@ -64,7 +64,7 @@ def test_bystander_turns_are_cleared() -> None:
 
 
 def test_without_a_limit_no_client_is_refused() -> None:
-    """However often engines crash."""
+    """The number of crashes does not matter."""
     hour = CrashLimitHarness(max_deaths=0)
     for number in range(100):
         assert hour.limit.engine_died({f"t{number}": "eve"}) == frozenset()
@@ -104,7 +104,7 @@ def test_crash_limit_equals_a_reference(steps: list[tuple[str, object]]) -> None
 @pytest.mark.usefixtures("stub", "stopped")
 @pytest.mark.parametrize("withdraws", [False, pytest.param(True, id="withdraws")])
 async def test_client_that_crashes_engines_is_refused(*, withdraws: bool) -> None:
-    """Whether its turns are quarantined or withdrawn before; the engine is not given up, and other clients continue."""
+    """Its turns may be quarantined or withdrawn; the engine is not given up, and other clients continue."""
     limit = CrashLimit(max_deaths=4, window_s=WINDOW_S, monotonic=lambda: 0.0)
     watched = ObservedSupervisor(slots=8, max_restarts=3, crash_limit=limit)
     watched.supervisor.start()

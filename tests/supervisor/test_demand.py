@@ -72,7 +72,7 @@ async def test_paused_demand_waits() -> None:
 
 
 async def test_refused_demand_is_retried() -> None:
-    """As long as it lasts."""
+    """It is retried as long as it lasts."""
     harness = DemandHarness(answers=[False, False, True])
     harness.turn()
     assert await harness.is_granted()
@@ -80,7 +80,7 @@ async def test_refused_demand_is_retried() -> None:
 
 
 async def test_close_releases_waiters() -> None:
-    """At once, with no demand left."""
+    """They are released at once, and no demand is left."""
     harness = DemandHarness()
     harness.demand.end()
     harness.turn()

@@ -41,7 +41,7 @@ def told(*messages: Any, **fields: Any) -> list[tuple[str, str]]:
 
 
 def test_text_blocks_are_joined_as_lines() -> None:
-    """In the system prompt and in messages; a document begins with its title."""
+    """Text blocks of the system prompt and of messages become lines; a document begins with its title."""
     document = {"type": "document", "title": "T", "source": {"type": "text", "data": "body"}}
     assert told(
         {"role": "user", "content": [{"type": "text", "text": "a"}, document]},
@@ -82,7 +82,7 @@ def test_format_may_have_its_first_name(config: dict[str, Any]) -> None:
 
 
 def test_billing_header_is_not_part_of_the_prompt() -> None:
-    """Nor is a system prompt of nothing else."""
+    """A system prompt that contains nothing else is dropped."""
     header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f;"}
     assert told({"role": "user", "content": "Hi"}, system=[header]) == [("user", "Hi")]
 
@@ -144,7 +144,7 @@ def test_results_of_one_message_become_separate_messages() -> None:
     ],
 )
 def test_misplaced_blocks_are_refused(messages: list[Any], field: str) -> None:
-    """By their place; an image is refused, since the answer would be about nothing."""
+    """The error names their place. An image is refused, because the answer would ignore it."""
     with pytest.raises(InferenceCenterError) as refused:
         conversation_of(request(messages=messages))
     assert refused.value.field == field
@@ -160,7 +160,7 @@ def test_misplaced_blocks_are_refused(messages: list[Any], field: str) -> None:
     ],
 )
 def test_tool_choice_is_mapped(choice: dict[str, Any], expected: object) -> None:
-    """With the schema of the tool and whether calls may be parallel."""
+    """The mapping keeps the tool's schema, and whether calls may be parallel."""
     asked = request(tools=[WEATHER], tool_choice={**choice, "disable_parallel_tool_use": True})
     infer = infer_of(asked, SessionMatch("s", conversation_of(asked)))
     assert infer.tool_choice == expected
@@ -235,7 +235,7 @@ def test_answer_is_collected_as_blocks() -> None:
 
 
 def test_stream_opens_one_block_at_a_time() -> None:
-    """What is streamed assembles to the same blocks."""
+    """The streamed blocks add up to those of the whole message."""
     writer = MessageEventWriter("m", ["f"])
     data = b"".join(writer.write(0, event) for event in answer())
     sent = [json.loads(block.split("data: ")[1]) for block in data.decode().split("\n\n")[:-1]]
@@ -270,7 +270,7 @@ def test_stream_opens_one_block_at_a_time() -> None:
     ],
 )
 def test_stop_reason_is_mapped(reason: Any, stop: str | None, expected: str) -> None:
-    """With the stop sequence that matched."""
+    """The message also names the stop sequence that matched."""
     gathered = MessageCollector("m")
     gathered.take(0, end(reason).model_copy(update={"stop": stop}))
     said = gathered.document()

@@ -156,7 +156,7 @@ async def test_conversation_continues_in_its_session(server: Running) -> None:
 
 
 async def test_user_id_is_kept_with_the_session(server: Running) -> None:
-    """As metadata of the session."""
+    """It is stored as metadata of the session."""
     body = {**HI, "metadata": {"user_id": "u1"}}
     await asyncio.gather(post(server, MESSAGES, body), send_answer(server, "Hello"))
     (session,) = server.context.sessions._table

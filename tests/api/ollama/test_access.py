@@ -52,7 +52,7 @@ async def test_other_interfaces_require_a_token_still(serve: Serve) -> None:
     ["X-Forwarded-For: 192.0.2.1", "Forwarded: for=192.0.2.1", "Via: 1.1 proxy", "Origin: https://example.org"],
 )
 async def test_marked_requests_require_a_token(serve: Serve, header: str) -> None:
-    """Those of proxies and of pages are no local program's."""
+    """Requests of a proxy or a web page do not come from a local program."""
     async with serve(ollama_account="desk") as server:
         name, _, value = header.partition(": ")
         response = await request(server, "GET", TAGS, token=None, headers={name: value})

@@ -65,7 +65,7 @@ def test_document_has_text_reasoning_calls_and_warnings() -> None:
 
 
 def test_stream_has_whole_calls() -> None:
-    """A call is sent as one line when it is complete."""
+    """A call is sent as one line once it is complete."""
     messages = [line["message"] for line in lines_of(EVENTS)]
     assert [message.get("thinking") for message in messages] == ["Hm", None, None, None, None, None]
     assert [message["content"] for message in messages] == ["", "Let me ", "look.", "", "", ""]
@@ -74,7 +74,7 @@ def test_stream_has_whole_calls() -> None:
 
 @pytest.mark.parametrize("arguments", ['{"a": ', "[1]", ""])
 def test_arguments_that_are_no_object_are_empty(arguments: str) -> None:
-    """Those of a call that the limit of tokens has cut off."""
+    """The token limit may cut off the arguments of a call."""
     found = document_of([tool_call_delta(arguments, name="f"), end("length")])
     assert found["message"]["tool_calls"][0]["function"]["arguments"] == {}
     assert found["done_reason"] == "length"

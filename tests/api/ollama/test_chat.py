@@ -74,7 +74,7 @@ async def test_requests_are_streamed_by_default(server: Running) -> None:
 async def test_idle_stream_sends_answers_without_text(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """What keeps the connection open is a line as clients expect it, since they parse all of them."""
+    """Clients parse each line, so the keepalive is an answer without text."""
     async with serve(sse_keepalive_s=0.01) as server, open_stream(server, HI, CHAT) as reader:
         await next_turn(server)
         await reader.readuntil(b"\r\n\r\n")
@@ -174,7 +174,7 @@ async def test_options_reach_the_engine(server: Running) -> None:
 
 @pytest.mark.parametrize("num_predict", [-1, -2, 0])
 async def test_negative_numbers_mean_no_limit_and_a_random_seed(server: Running, num_predict: int) -> None:
-    """As Ollama has it; 0 is no limit too."""
+    """Ollama defines them so; a limit of 0 means none, too."""
     asking = asyncio.gather(post(server, CHAT, {**HI, "options": {"num_predict": num_predict, "seed": -1}}))
     turn = await next_turn(server)
     params = json.loads(server.engine.submission(turn).params_json)
@@ -187,7 +187,7 @@ async def test_negative_numbers_mean_no_limit_and_a_random_seed(server: Running,
 
 @pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {"type": "integer"}}}])
 async def test_format_constrains_the_answer(server: Running, form: Any) -> None:
-    """Any object, or one of a schema."""
+    """The format is ``json``, for any object, or a JSON Schema."""
     asking = asyncio.gather(post(server, CHAT, {**HI, "format": form}))
     turn = await next_turn(server)
     assert server.engine.submission(turn).grammar
@@ -243,7 +243,7 @@ LONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_oldest_messages_of_a_long_conversation_are_dropped(server: Running, stream: bool) -> None:
-    """As Ollama does it; a warning says so."""
+    """Ollama drops them, too; here a warning reports it."""
 
     async def answer() -> str:
         turn = await next_turn(server)
@@ -343,7 +343,7 @@ async def test_streamed_prompt_ends_with_the_context(server: Running, client: As
 
 
 async def test_raw_prompt_is_continued_as_it_is(server: Running, client: AsyncClient) -> None:
-    """Without template and without context."""
+    """Neither a template nor a context is applied."""
     answer, _ = await asyncio.gather(
         client.generate(model="stub", prompt="Once upon", raw=True), send_answer(server, " a time")
     )
@@ -359,7 +359,7 @@ async def test_raw_prompt_is_continued_as_it_is(server: Running, client: AsyncCl
 async def test_request_without_question_loads_the_model(
     server: Running, path: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As clients do in advance."""
+    """Clients send such a request to load a model in advance."""
     loaded: list[str] = []
     monkeypatch.setattr(server.engine, "ensure_loaded", lambda name, _client_id: loaded.append(name))
     response = await post(server, path, {"model": "stub:latest", "keep_alive": -1})

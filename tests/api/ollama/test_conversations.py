@@ -39,7 +39,7 @@ def numbers(text: bytes) -> list[int]:
 
 
 def test_results_belong_to_the_first_open_call_of_their_tool() -> None:
-    """Without a tool, and with one that was not called, to the first open call of any."""
+    """A result without a tool, or of one that was not called, belongs to the first open call."""
     results = [{"role": "tool", **more} for more in ({"tool_name": "b"}, {}, {"tool_name": "x"}, {"tool_name": "b"})]
     found = told(HI, called("a", "b", "a", "b"), *results)
     assert [message.tool_call_id for message in found[2:]] == ["unnamed_1", "unnamed_0", "unnamed_2", "unnamed_3"]
@@ -72,7 +72,7 @@ def test_work_per_result_is_independent_of_the_calls_without_one() -> None:
 
 
 def test_deep_arguments_are_refused() -> None:
-    """What no text can be made of is a fault of the request."""
+    """Arguments that cannot be serialized are an error of the request."""
     with pytest.raises(InferenceCenterError) as refused:
         told(HI, called("f", arguments=orjson.loads('{"a":' * 300 + "{}" + "}" * 300)), HI)
     assert refused.value.code is ErrorCode.INVALID_REQUEST
@@ -80,7 +80,7 @@ def test_deep_arguments_are_refused() -> None:
 
 
 def test_context_restores_its_conversation() -> None:
-    """For an even and an odd number of bytes."""
+    """The encoding works for an even and for an odd number of bytes."""
     for content in ("a", "ab"):
         said = (ChatMessage(role="user", content=content), ChatMessage(role="assistant", content="é"))
         context = context_of(said)

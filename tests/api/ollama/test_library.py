@@ -99,7 +99,7 @@ async def test_document_is_the_last_status(server: Running, operator: str, pull:
 async def test_failed_download_is_an_error(
     server: Running, operator: str, pull: StubPull, failure: Exception, status: int
 ) -> None:
-    """Of the response, or the last line of the stream."""
+    """The error is the response, or the last line of the stream."""
     pull.failure = failure
     pull.released.set()
     async with client_of(server, operator) as client:
@@ -112,7 +112,7 @@ async def test_failed_download_is_an_error(
 
 
 async def test_disconnect_aborts_the_download(server: Running, pull: StubPull) -> None:
-    """At its next chunk."""
+    """The download ends at its next chunk."""
     server.accounts.ensure_client("ada", max_sessions=3, priority="normal", scopes=("user", "operator"))
     async with open_stream(server, {"model": REFERENCE}, PULL) as reader:
         await reader.readuntil(b'"completed":10')
@@ -122,7 +122,7 @@ async def test_disconnect_aborts_the_download(server: Running, pull: StubPull) -
 
 @pytest.mark.parametrize("name", ["llama3.2", "a b/c", ""])
 async def test_unknown_reference_is_refused(server: Running, operator: str, pull: StubPull, name: str) -> None:
-    """Before anything is asked of the hub."""
+    """No request is sent to the hub."""
     assert (await post(server, PULL, {"model": name}, token=operator)).status == 400
     assert pull.references == []
 
@@ -147,7 +147,7 @@ def tiny(server: Running, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_model_is_deleted(server: Running, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file, and then its entry."""
+    """Its file is deleted first, then its entry."""
     path = tiny(server, monkeypatch)
     forgotten: list[bool] = []
     monkeypatch.setattr(server.engine, "forget_removed", lambda: forgotten.append(path.exists()))
@@ -157,7 +157,7 @@ async def test_model_is_deleted(server: Running, operator: str, monkeypatch: pyt
 
 
 async def test_copy_is_a_second_name(server: Running, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same file; the model with the first name can be deleted."""
+    """Both names have the same file; the first can be deleted."""
     path = tiny(server, monkeypatch)
     path.write_bytes(b"weights")
     async with client_of(server, operator) as client:
@@ -179,7 +179,7 @@ async def test_copy_is_a_second_name(server: Running, operator: str, monkeypatch
 async def test_copy_needs_a_name_of_its_own(
     server: Running, operator: str, monkeypatch: pytest.MonkeyPatch, destination: str, message: str
 ) -> None:
-    """Nothing is replaced."""
+    """A copy replaces no existing model."""
     path = tiny(server, monkeypatch)
     (path.parent / "taken.gguf").write_bytes(b"another")
     body = {"source": "tiny", "destination": destination}
@@ -192,7 +192,7 @@ async def test_copy_needs_a_name_of_its_own(
 async def test_model_elsewhere_is_not_copied(
     server: Running, operator: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The error says how it gets a further name."""
+    """The error says how to give the model another name."""
     found: Any = ModelSpec(name="tiny", path=tmp_path / "tiny.gguf", engine=EngineSettings())
     monkeypatch.setattr(server.engine, "spec_of", lambda _name: found)
     response = await post(server, "/api/copy", {"source": "tiny", "destination": "small"}, token=operator)
@@ -208,7 +208,7 @@ async def test_model_elsewhere_is_not_copied(
     ],
 )
 async def test_unsupported_request_is_refused_with_an_alternative(server: Running, path: str, hint: str) -> None:
-    """In Ollama's format, whatever the body is."""
+    """The error has Ollama's format, for any body."""
     response = await post(server, path, {"model": "mario", "from": "stub", "system": "You are Mario."})
     assert (response.status, list(response.json)) == (400, ["error"])
     assert hint in response.json["error"]

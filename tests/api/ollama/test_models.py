@@ -73,7 +73,7 @@ async def test_models_of_others_are_not_listed(
 
 
 async def test_loaded_models_have_their_memory(filed: Running, client: AsyncClient) -> None:
-    """That of GPUs too; a model that is not in memory is not listed."""
+    """The sizes include GPU memory; a model that is not in memory is not listed."""
     memory = (
         BufferUse(name="CUDA0", weight_bytes=100, kv_bytes=10),
         BufferUse(name="CUDA_Host", output_bytes=5),
@@ -91,7 +91,7 @@ async def test_loaded_models_have_their_memory(filed: Running, client: AsyncClie
 
 @pytest.mark.parametrize("field", ["model", "name"])
 async def test_model_is_described(filed: Running, client: AsyncClient, field: str) -> None:
-    """By the metadata of its file and its configured parameters, whatever field has its name."""
+    """The description has the metadata of the file and the configured parameters; any field may name the model."""
     shown = (await post(filed, "/api/show", {field: "stub:latest"})).json
     assert shown == (await client.show("stub")).model_dump(mode="json", by_alias=True, exclude={"license"}) | {
         "modified_at": shown["modified_at"]
@@ -111,7 +111,7 @@ async def test_model_is_described(filed: Running, client: AsyncClient, field: st
 
 
 async def test_description_needs_a_name(server: Running) -> None:
-    """Of a model that exists."""
+    """The request must name an existing model."""
     missing = await post(server, "/api/show", {})
     assert (missing.status, missing.json) == (400, {"error": "model is required"})
     assert (await post(server, "/api/show", {"model": "missing"})).status == 404
@@ -128,7 +128,7 @@ async def test_kind_determines_the_operations_of_a_model(
 
 
 def test_digest_changes_with_the_file(tmp_path: Path) -> None:
-    """A file that is no model has no details."""
+    """A file that is not a model has no details."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     first = FileState.of(spec(path))
@@ -147,14 +147,14 @@ async def test_version_needs_no_token(server: Running) -> None:
 
 @pytest.mark.parametrize("path", ["/api/version", "/api/tags"])
 async def test_head_is_that_of_the_document(filed: Running, path: str) -> None:
-    """Clients look by it whether a server is there."""
+    """Clients use HEAD to detect the server."""
     document, head = [await request(filed, method, path) for method in ("GET", "HEAD")]
     assert (head.status, head.body) == (200, b"")
     assert head.headers["content-length"] == str(len(document.body))
 
 
 async def test_model_with_tokens_for_gaps_inserts(filed: Running, client: AsyncClient) -> None:
-    """Editors complete text only by such models."""
+    """Editors complete text only with models that have this capability."""
     assert "insert" not in ((await client.show("stub")).capabilities or [])
     model = msgspec.structs.replace(MODEL, infill=InfillTokens("<P>", "<S>", "<M>"))
     filed.engine.become(EngineStatus(state=EngineState.READY, model=model))
@@ -179,7 +179,7 @@ async def send_vectors(server: Running, *vectors: tuple[float, ...]) -> None:
 
 
 async def test_texts_become_vectors(server: Running, client: AsyncClient) -> None:
-    """In order, with the number of tokens."""
+    """The vectors are in the order of the texts; the number of tokens is reported."""
     server.engine.kind = "embedding"
     answer, _ = await asyncio.gather(
         client.embed(model="stub:latest", input=["a", "b"], truncate=True),
@@ -191,7 +191,7 @@ async def test_texts_become_vectors(server: Running, client: AsyncClient) -> Non
 
 
 async def test_one_text_becomes_a_vector(server: Running, client: AsyncClient) -> None:
-    """As clients asked for it first."""
+    """The older endpoint takes one text."""
     server.engine.kind = "embedding"
     answer, _ = await asyncio.gather(client.embeddings(model="stub", prompt="a"), send_vectors(server, (0.5, 0.25)))
     assert answer.embedding == [0.5, 0.25]
@@ -203,7 +203,7 @@ async def test_one_text_becomes_a_vector(server: Running, client: AsyncClient) -
 async def test_vectors_of_any_model_are_cut(
     server: Running, monkeypatch: pytest.MonkeyPatch, sent: int, expected: int, warns: bool
 ) -> None:
-    """As Ollama does it, with a warning; more numbers than the model has are none."""
+    """Ollama does so, too; here with a warning. A number above that of the model has no effect."""
     server.engine.kind = "embedding"
     server.engine.status = replace(server.engine.status, model=msgspec.structs.replace(MODEL, n_embd=4))
     spec = replace(server.engine.spec_of("stub"), n_embd=4)
@@ -227,7 +227,7 @@ async def test_vectors_of_any_model_are_cut(
 async def test_texts_are_cut_unless_a_request_says_otherwise(
     server: Running, sent: dict[str, bool], truncate: bool
 ) -> None:
-    """As Ollama does it."""
+    """Ollama truncates long texts by default, too."""
     server.engine.kind = "embedding"
     embed = asyncio.get_running_loop().create_task(post(server, "/api/embed", {"model": "stub", "input": "a", **sent}))
     async with asyncio.timeout(60):

@@ -256,7 +256,7 @@ async def test_answer_with_a_form_is_not_continued(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answer_has_the_timings_of_llama_server(server: Running, stream: bool) -> None:
-    """In a stream they come with the end."""
+    """A stream has them in its last chunk."""
     answer, _ = await asyncio.gather(post(server, CHAT, {**HI, "stream": stream}), send_answer(server, "Hello"))
     found = json.loads(answer.body.split(b"\n\n")[-3].removeprefix(b"data: ")) if stream else answer.json
     assert (found["timings"]["predicted_n"], found["timings"]["predicted_per_second"]) == (1, 4.0)

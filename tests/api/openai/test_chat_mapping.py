@@ -336,7 +336,7 @@ def test_empty_reasoning_of_a_user_is_none() -> None:
 
 
 def test_values_of_a_schema_as_text_are_counted() -> None:
-    """In the body they are a single string."""
+    """The body has the schema as a single string, so its values are counted separately."""
     with pytest.raises(InferenceCenterError) as refused:
         read(guided_json='{"enum":[' + "[]," * 200_000 + "1]}")
     assert refused.value.code is ErrorCode.MESSAGE_TOO_LARGE
@@ -346,6 +346,6 @@ def test_values_of_a_schema_as_text_are_counted() -> None:
     "body", [{"guided_choice": ["a" * 4096] * 17}, {"structured_outputs": {"choice": ["a" * 4096] * 17}}]
 )
 def test_choices_are_limited_in_total(body: dict[str, Any]) -> None:
-    """Each use of them escapes all."""
+    """Each choice that is used is escaped, so their total size is bounded."""
     with pytest.raises(InferenceCenterError, match="characters in total"):
         read(**body)

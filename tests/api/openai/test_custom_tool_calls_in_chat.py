@@ -37,7 +37,7 @@ def infer(**body: Any) -> Any:
 
 
 def test_custom_tool_is_offered_and_chosen_as_a_function() -> None:
-    """By its name, or as one of those allowed."""
+    """A request chooses it by its name, or allows it among others."""
     turn = infer(tool_choice={"type": "custom", "custom": {"name": "patch"}})
     assert turn.tools[1].parameters["required"] == ["input"]
     assert turn.tools[1].description == "Edit.\n\nThe input is text that matches this Lark grammar:\n\nstart: begin"

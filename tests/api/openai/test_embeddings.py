@@ -113,7 +113,7 @@ async def test_vectors_come_in_openais_shape(embedding_server: Running) -> None:
 
 
 async def test_base64_is_little_endian_float32(embedding_server: Running) -> None:
-    """As clients decode it."""
+    """The openai package decodes this format."""
     body = {"model": "stub", "input": "the cat", "encoding_format": "base64"}
     response = await _answered(embedding_server, post(embedding_server, "/v1/embeddings", body), (0.5, -2.0))
     packed = base64.b64decode(response.json["data"][0]["embedding"])
@@ -143,7 +143,7 @@ async def test_openais_client_gets_its_vectors(embedding_server: Running, ada: A
     ],
 )
 async def test_inputs_of_every_form(embedding_server: Running, given: Any, inputs: tuple[EmbeddingInput, ...]) -> None:
-    """A text, texts, tokens, lists of tokens."""
+    """An input is a text, several texts, tokens, or lists of tokens."""
     task = _spawn(post(embedding_server, "/v1/embeddings", {"input": given}))
     asked = await _asked(embedding_server)
     assert asked.embed.inputs == inputs
@@ -304,7 +304,7 @@ async def test_tokens_count_towards_the_quota(serve: Serve, monkeypatch: pytest.
 
 
 async def test_requests_are_counted(embedding_server: Running) -> None:
-    """By model and outcome, and their tokens by client."""
+    """They are counted by model and outcome, and their tokens by client."""
     await _answered(embedding_server, post(embedding_server, "/v1/embeddings", {"input": "a"}), (1.0,))
     embedding_server.engine.submitted.clear()
     task = _spawn(post(embedding_server, "/v1/embeddings", {"input": "a"}))
@@ -390,7 +390,7 @@ async def test_result_of_a_model_that_is_not_loaded_has_the_width_of_its_file(
 
 
 async def test_results_of_a_client_are_limited_together(embedding_server: Running) -> None:
-    """Before they are computed; a few bytes of text may have megabytes of numbers."""
+    """They are counted in advance, because a few bytes of text may produce megabytes of numbers."""
     body = {"input": ["a"] * 128, "dimensions": 65_536}
     first = _spawn(post(embedding_server, "/v1/embeddings", body))
     asked = await _asked(embedding_server)

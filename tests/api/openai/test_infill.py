@@ -62,7 +62,7 @@ async def test_suffix_of_a_completion_follows_the_gap(coder: Running) -> None:
 
 @pytest.mark.parametrize("before", [{"prompt": "def f"}, {}])
 async def test_suffix_of_ollamas_request_follows_the_gap(coder: Running, before: dict[str, str]) -> None:
-    """Without the template and its conversation, which have no effect then."""
+    """The template and its conversation then have no effect."""
     body = {"model": "stub", **before, "suffix": "\n", "stream": False, "system": "Be brief.", "think": True}
     response, pieces = await filled(coder, "/api/generate", body, "o", "o")
     assert (response.json["response"], response.json["done_reason"]) == ("oo", "stop")
@@ -101,7 +101,7 @@ async def test_gap_is_filled_in_mistrals_form(coder: Running) -> None:
 
 
 async def test_seed_has_mistrals_name(coder: Running) -> None:
-    """It is that of the turn's sampler."""
+    """Mistral's ``random_seed`` is the seed of the turn."""
     pending = asyncio.get_running_loop().create_task(
         post(coder, "/v1/fim/completions", {"prompt": "a", "suffix": "b", "random_seed": 7})
     )
@@ -112,7 +112,7 @@ async def test_seed_has_mistrals_name(coder: Running) -> None:
 
 
 async def test_chunks_of_a_gap_are_those_of_a_chat(coder: Running) -> None:
-    """As editors read them."""
+    """Editors expect the chunks of chat completions."""
     response, _ = await filled(coder, "/v1/fim/completions", {"prompt": "", "suffix": "x", "stream": True}, "(", ")")
     *events, done, rest = response.body.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
@@ -122,7 +122,7 @@ async def test_chunks_of_a_gap_are_those_of_a_chat(coder: Running) -> None:
 
 
 async def test_text_without_a_suffix_is_continued(server: Running) -> None:
-    """Also by models that fill no gaps."""
+    """Models without infill tokens continue it, too."""
     response, pieces = await filled(server, "/v1/fim/completions", {"prompt": "def f"}, "oo")
     assert response.json["choices"][0]["message"]["content"] == "oo"
     assert "".join(piece.text for piece in pieces) == "def f"
@@ -151,13 +151,13 @@ async def test_gap_that_cannot_be_filled_is_refused(
 
 
 async def test_ollamas_error_names_the_suffix(server: Running) -> None:
-    """If the vocabulary has no tokens for gaps."""
+    """The vocabulary has no tokens for infill."""
     response = await post(server, "/api/generate", {"model": "stub", "prompt": "x", "suffix": "y"})
     assert (response.status, response.json["error"].partition(":")[0]) == (400, "suffix")
 
 
 async def test_chat_has_no_gap(coder: Running) -> None:
-    """Only raw sessions take ``infill``."""
+    """``infill`` requires a raw session."""
     async with coder.v1() as socket:
         await receive(socket)
         session_id = (await ask(socket, op="create_session"))["session_id"]

@@ -28,7 +28,7 @@ async def test_props_describe_the_default_model(server: Running) -> None:
 
 
 async def test_slots_show_how_many_are_in_use(server: Running) -> None:
-    """Those of running turns are the first ones."""
+    """The first slots are shown as those of the running turns."""
     server.engine.become(ready(running=1))
     found = (await request(server, "GET", "/slots")).json
     assert [(slot["id"], slot["n_ctx"], slot["is_processing"]) for slot in found] == [
@@ -41,7 +41,7 @@ async def test_slots_show_how_many_are_in_use(server: Running) -> None:
 
 @pytest.mark.parametrize("path", ["/props", "/slots"])
 async def test_model_that_is_not_loaded_has_no_properties(server: Running, path: str) -> None:
-    """It is 503, as of llama-server."""
+    """The status is 503, as llama-server's."""
     server.engine.become(ready(model=None, state=EngineState.STARTING))
     answer = await request(server, "GET", path)
     assert (answer.status, answer.error["code"]) == (503, "model_loading")
@@ -62,7 +62,7 @@ async def test_template_is_applied_without_an_answer(server: Running) -> None:
     [({}, 400, "messages"), ({"messages": [HI], "model": "gpt-99"}, 404, "model")],
 )
 async def test_invalid_conversation_is_refused(server: Running, body: dict[str, Any], status: int, param: str) -> None:
-    """As in chat completions."""
+    """The error is that of chat completions."""
     answer = await post(server, PATH, body)
     assert (answer.status, answer.error["param"]) == (status, param)
 

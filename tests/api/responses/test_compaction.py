@@ -118,7 +118,7 @@ async def test_summary_is_bounded_by_context_and_token(serve: Serve) -> None:
 
 
 async def test_long_messages_of_the_user_are_left_to_the_summary(server: Running) -> None:
-    """Only the latest ones up to a quarter of the context are kept."""
+    """The latest messages are kept, up to a quarter of the context."""
     said = [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "Oh."}, *SAID]
     compacted, _ = await asyncio.gather(post(server, COMPACT, {"input": said}), send_answer(server, "Ada."))
     kept, _ = compacted.json["output"]
@@ -215,7 +215,7 @@ async def test_output_of_a_function_keeps_its_call(server: Running) -> None:
     [([*SAID, {"role": "user", "content": "Hi"}], 4000), ([{"role": "user", "content": "Hi" * 40}], 20)],
 )
 async def test_conversation_is_answered_as_it_is(server: Running, asked: Any, threshold: int) -> None:
-    """Below the threshold, or with nothing but the question."""
+    """Below the threshold, or with only a question, nothing is summarized."""
     management = [{"type": "compaction", "compact_threshold": threshold}, {"type": "other"}]
     answered = await create_response(server, {"input": asked, "context_management": management}, "Hello")
     assert [item["type"] for item in answered.json["output"]] == ["message"]
@@ -225,7 +225,7 @@ async def test_conversation_is_answered_as_it_is(server: Running, asked: Any, th
 
 
 async def test_conversation_keeps_its_items_when_it_is_compacted(server: Running, ada: AsyncOpenAI) -> None:
-    """Later responses are given what follows the summary, also those with other instructions."""
+    """Later responses receive the summary and what follows it, even with other instructions."""
     made = await ada.conversations.create(items=SAID)
 
     async def answer() -> tuple[str, str]:
@@ -252,7 +252,7 @@ async def test_conversation_keeps_its_items_when_it_is_compacted(server: Running
 
 
 async def test_summary_of_a_conversation_that_has_changed_is_dropped(server: Running, ada: AsyncOpenAI) -> None:
-    """What was said meanwhile is in no summary, and must not be hidden behind it."""
+    """Messages added in the meantime are in no summary and must stay visible."""
     made = await ada.conversations.create(items=SAID)
     body = {"input": "Who am I?", "conversation": made.id, "context_management": COMPACT_AT}
     pending = asyncio.get_running_loop().create_task(post(server, PATH, body))
@@ -265,7 +265,7 @@ async def test_summary_of_a_conversation_that_has_changed_is_dropped(server: Run
 
 
 async def test_conversation_is_compacted_over_a_websocket(server: Running) -> None:
-    """As over HTTP; other lanes go on meanwhile, and the next request of the lane waits."""
+    """Other streams continue in the meantime; the next request of this stream waits."""
     asked = [*SAID, {"role": "user", "content": "Who am I?"}]
     async with socket(server) as connection:
         await send(connection, input=asked, context_management=COMPACT_AT)
@@ -284,7 +284,7 @@ async def test_conversation_is_compacted_over_a_websocket(server: Running) -> No
 
 
 async def test_compaction_over_a_websocket_can_be_cancelled(server: Running) -> None:
-    """By its lane; its turn is aborted, the client is told, and the lane goes on."""
+    """The request names the stream; its turn is aborted, the client is notified, and the stream continues."""
     async with socket(server) as connection:
         for _ in range(2):
             await send(connection, input=[*SAID, {"role": "user", "content": "Hi"}], context_management=COMPACT_AT)

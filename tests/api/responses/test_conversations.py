@@ -54,7 +54,7 @@ async def texts(ada: AsyncOpenAI, name: str) -> list[tuple[str, str]]:
 
 
 async def test_conversation_is_created_changed_and_deleted(server: Running, ada: AsyncOpenAI) -> None:
-    """As in the package's documentation; the daemon's own entry of the metadata is not shown."""
+    """The calls are those of the package's documentation; the daemon's own metadata entry is hidden."""
     made = await ada.conversations.create(metadata={"topic": "demo"}, items=SAID[:1])
     assert (made.object, made.metadata) == ("conversation", {"topic": "demo"})
     assert await ada.conversations.retrieve(made.id) == made
@@ -204,7 +204,7 @@ async def test_chain_of_responses_forks_a_conversation(server: Running, ada: Asy
 
 
 async def test_busy_conversation_is_not_changed(server: Running, ada: AsyncOpenAI) -> None:
-    """Neither a response nor an item is added while one is in progress; its response is not deleted later either."""
+    """Neither a response nor an item is added while one is in progress, and its response is not deleted."""
     made = await ada.conversations.create(items=SAID[:2])
     (item, *_) = [item.id async for item in ada.conversations.items.list(made.id)]
     pending = asyncio.get_running_loop().create_task(ada.responses.create(input="And?", conversation=made.id))
@@ -242,7 +242,7 @@ async def test_response_of_no_conversation_is_refused(
 
 
 async def test_conversation_of_another_client_is_not_found(server: Running, ada: AsyncOpenAI) -> None:
-    """Even if the other client's metadata contains its id."""
+    """It is not found even if the other client's metadata contains its id."""
     made = await ada.conversations.create(items=SAID)
     server.accounts.ensure_client("bob", max_sessions=8, priority="normal")
     bob = server.accounts.create_token("bob", name="test").token
@@ -254,7 +254,7 @@ async def test_conversation_of_another_client_is_not_found(server: Running, ada:
 
 
 async def test_prefill_of_a_conversation_is_refused(server: Running, ada: AsyncOpenAI) -> None:
-    """It would become an item."""
+    """The prefilled text would become an item."""
     made = await ada.conversations.create(items=SAID)
     async with socket(server) as connection:
         await send(connection, input="Hi", conversation=made.id, generate=False)
@@ -300,7 +300,7 @@ async def test_number_of_conversations_is_bounded(serve: Serve) -> None:
 
 
 async def test_changes_count_as_operations(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of sessions do over our own protocol, also where they are posted; the whole one counts once more."""
+    """They count as those of sessions do; adding a whole conversation counts once more."""
     charged: list[str] = []
     monkeypatch.setattr(server.context.operations, "charge", lambda client_id, **_: charged.append(client_id))
     made = (await post(server, CONVERSATIONS, {})).json["id"]
@@ -332,7 +332,7 @@ async def test_reading_a_conversation_counts_by_its_size(
 
 
 async def test_conversation_is_changed_without_a_copy_of_it(ada: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To retrieve, update or delete it costs the same however long it is, as each counts as one operation."""
+    """Retrieval, update and deletion count as one operation, so their cost must not depend on the length."""
     made = await ada.conversations.create(items=SAID)
     copied: list[SessionSnapshot] = []
     monkeypatch.setattr(SessionSnapshot, "describe", lambda snapshot, _: copied.append(snapshot))

@@ -55,7 +55,7 @@ def read(*items: Any, **fields: Any) -> CreateResponse:
 
 
 def test_custom_tool_is_offered_as_a_function() -> None:
-    """With one argument, and the grammar in its description."""
+    """The function has one argument, and the grammar in its description."""
     tool = (read().wire_tools or [])[1]
     assert (tool.name, tool.strict) == ("apply_patch", False)
     assert tool.description == (
@@ -70,7 +70,7 @@ def test_custom_tool_is_offered_as_a_function() -> None:
 
 
 def test_custom_tool_is_chosen_by_its_name() -> None:
-    """As the one to be called, or as one of those allowed."""
+    """It is the tool to call, or one of the allowed tools."""
     chosen = {"type": "custom", "name": "apply_patch"}
     assert read(tool_choice=chosen).wire_tool_choice == NamedTool(name="apply_patch")
     allowed = read(tool_choice={"type": "allowed_tools", "mode": "required", "tools": [chosen]})
@@ -87,14 +87,14 @@ def test_custom_tool_is_chosen_by_its_name() -> None:
     ],
 )
 def test_invalid_field_is_named(fields: dict[str, Any], named: str) -> None:
-    """By its path in the request."""
+    """The error has its path in the request."""
     with pytest.raises(InferenceCenterError) as refusal:
         checked(CreateResponse, {"input": "Go", **fields})
     assert refusal.value.field == named
 
 
 def test_calls_sent_back_equal_those_of_the_session() -> None:
-    """However the model has escaped the input."""
+    """They are equal whichever way the model escaped the input."""
     items: list[Any] = [
         {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": PATCH, "status": "completed"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},

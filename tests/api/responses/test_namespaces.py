@@ -46,19 +46,19 @@ def test_tools_of_a_namespace_are_offered_by_both_names() -> None:
     [(None, "look", "look"), ("crm", "look", "crm__look"), ("mcp__files__", "read", "mcp__files__read")],
 )
 def test_called_name_has_the_namespace(namespace: str | None, name: str, expected: str) -> None:
-    """One that ends as a separator needs no other."""
+    """A namespace that ends with a separator gets no other separator."""
     assert called_name(namespace, name) == expected
 
 
 def test_long_names_stay_apart() -> None:
-    """A name has 64 characters at most."""
+    """A name has at most 64 characters."""
     names = {called_name("n" * 60, f"{'x' * 50}{number}") for number in range(3)}
     assert {len(name) for name in names} == {64}
     assert len(names) == 3
 
 
 def test_tool_of_a_namespace_is_chosen_by_its_name() -> None:
-    """Also where only some are allowed."""
+    """The name also works in a list of allowed tools."""
     chosen = {"type": "custom", "name": "note"}
     assert read(tool_choice=chosen).wire_tool_choice == NamedTool(name="crm__note")
     allowed = read(tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [chosen]})
@@ -66,7 +66,7 @@ def test_tool_of_a_namespace_is_chosen_by_its_name() -> None:
 
 
 def test_invalid_tool_of_a_namespace_is_named() -> None:
-    """By its path in the request; a namespace contains no other."""
+    """The error has its path in the request; a namespace contains no other namespace."""
     for inner, field in (({**LOOK, "name": "a b"}, "tools.0.tools.0.name"), (CRM, "tools.0.tools.0")):
         with pytest.raises(InferenceCenterError) as refused:
             read(tools=[{**CRM, "tools": [inner]}])
@@ -74,7 +74,7 @@ def test_invalid_tool_of_a_namespace_is_named() -> None:
 
 
 async def test_call_names_its_namespace(server: Running, ada: AsyncOpenAI) -> None:
-    """In the response, when it is retrieved, in the stream, and in the prompt of the next request."""
+    """The namespace is in the response, retrieved or streamed, and in the prompt of the next request."""
     tools: Any = [LOOK, CRM]
     for name, namespace in (("look", None), ("crm__look", "crm"), ("crm__note", "crm")):
         arguments = json.dumps({"input": "x"} if name == "crm__note" else {})

@@ -82,7 +82,7 @@ async def test_response_does_not_exist_for_another_client(
 
 @pytest.mark.parametrize("method", ["DELETE", "POST"])
 async def test_running_response_is_not_ended_by_another_client(server: Running, bob: str, method: str) -> None:
-    """Neither deleted nor cancelled; its owner gets the whole text."""
+    """It can neither delete nor cancel it; the owner gets the whole text."""
     pending = asyncio.get_running_loop().create_task(post(server, PATH, {"input": "Hello", "background": True}))
     (turn,) = await begin_turns(server)
     name = (await pending).json["id"]
@@ -128,7 +128,7 @@ async def test_conversation_does_not_exist_for_another_client(
 
 
 async def test_socket_of_another_client_continues_nothing(server: Running, bob: str) -> None:
-    """Neither a response nor a conversation, and it cancels no response."""
+    """It continues neither a response nor a conversation, and cancels no response."""
     answer = await finished(server)
     name, _ = await conversation(server)
     pending = asyncio.get_running_loop().create_task(post(server, PATH, {"input": "Hello", "background": True}))

@@ -135,7 +135,7 @@ def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], named: str
 
 
 def test_null_means_absent() -> None:
-    """Also for unknown and nested fields."""
+    """This includes unknown and nested fields."""
     request = read(conversation=None, temperature=None, text={"format": None}, tools=[{**TOOL, "description": None}])
     assert (request.temperature, request.json_schema) == (None, None)
 

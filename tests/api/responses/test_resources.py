@@ -119,7 +119,7 @@ async def test_response_is_retrieved(server: Running) -> None:
 async def test_load_of_an_archived_session_counts_by_its_size(
     server: Running, monkeypatch: pytest.MonkeyPatch, through: str
 ) -> None:
-    """As on sockets: otherwise a client could have large sessions read from the disk as often as it likes."""
+    """Otherwise a client could have large sessions read from disk without limit."""
     body: dict[str, Any] = {"input": "a" * UNIT_CHARS * 3}
     if through == "conversation":
         body["conversation"] = (await post(server, "/v1/conversations", {})).json["id"]
@@ -189,7 +189,7 @@ async def test_new_instructions_replace_the_old_ones(server: Running) -> None:
 
 
 async def test_function_output_continues_a_response(server: Running) -> None:
-    """By ``previous_response_id`` or with the whole input; calls are matched by id."""
+    """The request has ``previous_response_id`` or the whole input; calls are matched by id."""
     items = [
         {"role": "user", "content": "Look!"},
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
@@ -273,7 +273,7 @@ async def test_failed_response_is_deleted(server: Running) -> None:
 
 
 async def test_response_with_a_running_successor_is_not_deleted(server: Running) -> None:
-    """Also if it is the only ended one of its session."""
+    """This holds even if it is the only ended response of its session."""
     first = (await create_response(server, {"input": "Hello"})).json["id"]
     more = {"input": "More", "previous_response_id": first, "background": True}
     await post(server, PATH, more)
@@ -335,7 +335,7 @@ async def test_disconnect_aborts_the_turn(server: Running) -> None:
     ("method", "more"), [("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")]
 )
 async def test_unknown_response_is_not_found(server: Running, name: str, method: str, more: str) -> None:
-    """For every operation."""
+    """Every operation answers 404."""
     answer = await request(server, method, f"{PATH}/{name}{more}")
     assert (answer.status, answer.error["message"]) == (404, "No such response.")
 
@@ -391,7 +391,7 @@ async def test_unsupported_query_is_refused(server: Running, query: str) -> None
 
 
 async def test_response_that_is_not_stored_is_continued_and_not_retrieved(server: Running) -> None:
-    """As at OpenAI; a stored response that continues it is retrieved."""
+    """OpenAI does the same; a stored response that continues it can be retrieved."""
     first = (await create_response(server, {"input": "Hello", "store": False})).json
     assert (await get(server, first["id"])).status == 404
     assert (await get(server, f"{first['id']}/input_items")).status == 404

@@ -186,7 +186,7 @@ def test_empty_answer_is_an_empty_message() -> None:
 
 
 def test_every_event_has_its_stream_id() -> None:
-    """Also deltas, which are assembled from bytes."""
+    """This includes deltas, which are assembled from bytes."""
     messages = build_events(queued(), token('say "hi"\n'), end(), stream_id='a"b')
     assert {message["stream_id"] for message in messages} == {'a"b'}
     assert [message["delta"] for message in messages if "delta" in message] == ['say "hi"\n']

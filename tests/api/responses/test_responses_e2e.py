@@ -85,7 +85,7 @@ def wait_completed(client: OpenAI, name: str) -> Response:
 
 
 def test_response_is_created_retrieved_and_deleted(client: OpenAI, model: str) -> None:
-    """As in the package's documentation."""
+    """The calls are those of the package's documentation."""
     response = client.responses.create(model=model, input="What is 2+2?", temperature=0, metadata={"a": "b"})
     assert (response.status, response.metadata) == ("completed", {"a": "b"})
     assert "4" in response.output_text
@@ -111,7 +111,7 @@ def test_chain_prefills_only_new_input(client: OpenAI, model: str) -> None:
 
 
 def test_counted_input_tokens_are_those_of_the_response(client: OpenAI, model: str) -> None:
-    """With instructions, tools and an earlier response, which are part of the prompt."""
+    """Instructions, tools and an earlier response are part of the prompt."""
     first = client.responses.create(model=model, input="My name is Ada.", temperature=0)
     fields: Any = {"model": model, "instructions": "Be brief.", "input": "And?", "previous_response_id": first.id}
     fields["tools"] = [WEATHER]

@@ -77,7 +77,7 @@ async def test_chain_continues_over_another_socket_and_http(server: Running) -> 
 
 
 async def test_running_response_is_cancelled(server: Running) -> None:
-    """By stream or by response id it ends as cancelled with its text; then nothing is left to cancel."""
+    """The stream or the response id names it; it ends as cancelled with its text, and can be cancelled only once."""
     async with socket(server) as connection:
         await send(connection, input="Hello", stream_id="a")
         (turn,) = await begin_turns(server)
@@ -130,14 +130,14 @@ async def test_invalid_frame_is_answered_and_the_socket_stays_open(
 
 @pytest.mark.parametrize("frame", ["{", "[]", '"x"', "1", b"\x00"])
 async def test_frame_without_an_object_is_answered(server: Running, frame: str | bytes) -> None:
-    """Also a binary frame."""
+    """A binary frame is answered, too."""
     async with socket(server) as connection:
         await connection.send(frame)
         assert (await receive(connection))["status"] == 400
 
 
 async def test_upgrade_requires_a_token(server: Running) -> None:
-    """From the header or the subprotocols, as browsers send it; other origins are refused."""
+    """Browsers send it as a subprotocol, others as a header; other origins are refused."""
     for options, status in (
         ({}, 401),
         ({"additional_headers": {"Authorization": "Bearer ic_x_y"}}, 401),
@@ -283,7 +283,7 @@ async def test_revoked_token_closes_its_sockets(server: Running) -> None:
 
 
 async def test_token_expiry_closes_its_sockets(server: Running, expiries: list[Callable[[], object]]) -> None:
-    """At its time without further frames; stored responses continue."""
+    """The close comes at the expiry, without a further frame; stored responses continue."""
     token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
     async with socket(server, token=token) as connection:
         await send(connection, input="Hello")

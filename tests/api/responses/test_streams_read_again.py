@@ -46,7 +46,7 @@ def session_of(server: Running, turn: str) -> str:
 
 @pytest.mark.parametrize("n_events", [1, 5])
 async def test_stream_is_read_on_after_its_last_event(server: Running, ada: AsyncOpenAI, n_events: int) -> None:
-    """What was missed, and what comes then; no event is there twice or missing."""
+    """It has the missed events and the later ones, each exactly once."""
     created, turn, last = await begin_and_leave(server, ada, n_events)
     server.engine.say(turn, "day")
     stream = await ada.responses.retrieve(created, stream=True, starting_after=last)
@@ -128,7 +128,7 @@ async def test_events_that_are_not_kept_are_built_from_the_store(
 
 
 async def test_response_in_progress_without_events_is_not_streamed(server: Running) -> None:
-    """After a restart it continues, and its first events are lost."""
+    """After a restart it continues, but its first events are lost."""
     created = (await post(server, PATH, {"input": "Hello", "background": True})).json["id"]
     (turn,) = await begin_turns(server)
     refused = await get(server, created, "?stream=true")
@@ -137,7 +137,7 @@ async def test_response_in_progress_without_events_is_not_streamed(server: Runni
 
 
 def test_thoughts_and_calls_are_built_again() -> None:
-    """As items of their own, in the order in which a stored response has them; a failed one has none."""
+    """Each is an item, in the order of the stored response; a failed response has none."""
     place = ResponseRef("s_" + "a" * 22, "t_" + "b" * 22)
     call = ToolCall(call_id="c", name="look", arguments='{"a": 1}')
     answer = ChatMessage(role="assistant", content="Hm.", reasoning="Why?", tool_calls=(call,))

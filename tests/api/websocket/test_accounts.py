@@ -44,7 +44,7 @@ GUARDED = [(op, command.scope) for op, command in COMMANDS.items() if command.sc
 
 @pytest.mark.parametrize(("op", "scope"), GUARDED)
 async def test_every_guarded_op_is_refused_without_its_scope(server: Running, op: str, scope: Scope) -> None:
-    """With all other scopes, and for a valid request; nothing is written to the audit log."""
+    """A valid request with all other scopes is refused, and nothing is written to the audit log."""
     others = {str(each) for each in Scope} - {str(scope)}
     fields = {name: server.token_id if name == "token_id" else value for name, value in LEAST.get(op, {}).items()}
     async with connect(server, "eve", *others) as socket:
@@ -57,7 +57,7 @@ async def test_every_guarded_op_is_refused_without_its_scope(server: Running, op
 
 
 async def test_account_is_created_with_the_defaults(server: Running) -> None:
-    """And listed after those before it; the audit log names the account and the administrator."""
+    """It is listed after the earlier ones; the audit log names the account and the administrator."""
     async with connect(server, "root", "user", "admin") as root:
         await receive(root)
         made = await ask(root, op="create_account", client_id="bob", id="7")
@@ -113,7 +113,7 @@ async def test_accounts_of_the_file_are_listed_last(
     ],
 )
 async def test_invalid_account_is_refused_by_field(server: Running, fields: dict[str, Any], field: str) -> None:
-    """And not created."""
+    """The account is not created."""
     async with connect(server, "root", "user", "admin") as root:
         await receive(root)
         refused = await ask(root, op="create_account", **fields)
@@ -144,7 +144,7 @@ async def test_limits_of_an_account_apply_at_once(server: Running) -> None:
 
 
 async def test_limits_of_stored_sessions_apply_at_once(server: Running) -> None:
-    """Also to open sockets; null selects the daemon's, and what is not named stays."""
+    """They apply to open sockets, too; null selects the daemon's limit, absent fields stay."""
     async with connect(server, "root", "user", "admin") as root, server.v1() as ada:
         await receive(root)
         await receive(ada)
@@ -213,7 +213,7 @@ async def test_account_is_deleted_with_its_tokens(server: Running, fate: str) ->
 async def test_account_is_not_deleted(
     serve: Callable[..., AbstractAsyncContextManager[Running]], fields: dict[str, Any], field: str
 ) -> None:
-    """Neither one's own, nor one of the file, nor without the choice."""
+    """The own account and accounts of the file are refused, and so is a request without ``sessions``."""
     async with serve() as server, connect(server, "root", "user", "admin") as root:
         await receive(root)
         refused = await ask(root, op="delete_account", **fields)
@@ -322,7 +322,7 @@ async def test_rotated_token_is_replaced(server: Running) -> None:
 
 
 async def test_revoked_token_closes_its_sockets(server: Running) -> None:
-    """Also the requesting one, after the reply."""
+    """The requesting socket closes after the reply."""
     token_id = server.accounts.create_token("ada").token_id
     async with connect(server, "root", "user", "admin") as root, server.v1() as ada:
         await receive(root)

@@ -151,7 +151,7 @@ async def test_operator_drains_the_daemon(serve: Callable[..., AbstractAsyncCont
 
 
 async def test_client_reads_its_usage(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
-    """By day, with the remaining allowance of its token."""
+    """It has the usage by day, and the remaining quota of its token."""
     asked: list[tuple[str, str]] = []
 
     def read(client_id: str, since: str) -> tuple[UsageLine, ...]:

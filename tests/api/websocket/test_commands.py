@@ -112,7 +112,7 @@ async def test_internal_error_leaves_the_socket_open(server: Running, monkeypatc
 
 
 async def test_search_without_a_store_is_refused(server: Running) -> None:
-    """Like an op that this daemon does not have."""
+    """The error is that of an unknown op."""
     async with server.v1() as socket:
         await receive(socket)
         error = await ask(socket, op="search_sessions", query="hello", id="x")

@@ -37,7 +37,7 @@ async def legacy_socket(server: Running, socket: ClientConnection) -> None:
 
 
 async def test_unauthenticated_socket_is_closed_at_the_deadline(serve: Serve, clock: LoopClock) -> None:
-    """With or without hello."""
+    """``hello`` does not extend the deadline."""
     async with serve(auth_timeout_s=30) as server, server.connect() as socket:
         await ask(socket, op="hello")
         await clock.go_on(30)
@@ -122,7 +122,7 @@ async def test_revoking_a_token_closes_only_its_sockets(server: Running) -> None
 
 
 async def test_token_expiry_closes_its_socket(clock: LoopClock, server: Running) -> None:
-    """With 4401 at its time, without further frames."""
+    """The socket closes with 4401 at the expiry, without a further frame."""
     token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
     async with server.connect(additional_headers={"Authorization": f"Bearer {token}"}) as socket:
         await receive(socket)
@@ -156,7 +156,7 @@ async def test_binary_frame_is_answered_and_the_socket_stays_open(server: Runnin
 
 
 async def test_oversized_frame_closes_with_1009(serve: Serve) -> None:
-    """Also while it is still being sent; a frame at the limit is accepted."""
+    """It closes while the frame is still being sent; a frame at the limit is accepted."""
     async with serve(max_frame_bytes=2048) as server:
         async with server.v1() as socket:
             await receive(socket)
@@ -172,7 +172,7 @@ async def test_oversized_frame_closes_with_1009(serve: Serve) -> None:
 
 
 async def test_legacy_socket_receives_only_first_protocol_frames(server: Running) -> None:
-    """Through a conversation with errors and newer ops."""
+    """This holds for a conversation with errors and with newer ops."""
     seen: list[dict[str, Any]] = []
     async with server.connect() as socket:
         seen.append(await receive(socket))
@@ -255,7 +255,7 @@ async def test_engine_states_reach_v1_sockets(server: Running) -> None:
 
 
 async def test_lost_socket_closes_sessions_without_resume(server: Running) -> None:
-    """Running turns included."""
+    """Their running turns end, too."""
     async with server.v1() as socket:
         await receive(socket)
         sid = (await ask(socket, op="create_session", on_disconnect="close"))["session_id"]

@@ -157,7 +157,7 @@ async def test_allowed_origins_connect(serve: Serve, origin: str) -> None:
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:1", "null"])
 async def test_other_origins_are_refused(server: Running, origin: str) -> None:
-    """With or without a credential, so a page cannot use the visitor's network position."""
+    """A credential does not change this, so a page cannot use the network position of its visitor."""
     status, body, _ = await refused(
         server, origin=origin, additional_headers={"Authorization": f"Bearer {server.token}"}
     )
@@ -177,7 +177,7 @@ async def test_total_connections_are_limited(serve: Serve) -> None:
 
 
 async def test_unauthenticated_sockets_do_not_use_client_capacity(serve: Serve) -> None:
-    """However many there are, clients connect up to the limit and are refused at login beyond it."""
+    """With many of them, clients still connect up to the limit and are refused at login beyond it."""
     async with serve(max_connections=1) as server, AsyncExitStack() as open_sockets:
         strangers = [await open_sockets.enter_async_context(server.connect()) for _ in range(10)]
         assert not server.context.hub.full
@@ -242,7 +242,7 @@ async def test_total_unauthenticated_limit_evicts_the_oldest(serve: Serve) -> No
 
 
 async def test_unauthenticated_upgrades_are_rate_limited(serve: Serve) -> None:
-    """With 429 and a retry delay that our client obeys; upgrades with a credential are accepted."""
+    """The status is 429 with a delay that our client obeys; upgrades with a credential are accepted."""
     async with serve(unauthenticated_per_s=1) as server, AsyncExitStack() as open_sockets:
 
         async def connect_unauthenticated() -> None:

@@ -115,7 +115,7 @@ async def test_limit_changes_apply_to_open_sockets(server: Running) -> None:
 
 
 async def test_daemon_limits_can_be_reloaded(server: Running) -> None:
-    """As SIGHUP does; limits of a token stay."""
+    """SIGHUP reloads them; limits of a token stay."""
     limit(server, max_tokens=7)
     server.context.limits_changed(AccessLimits(max_tokens=1, models=("another",)))
     async with server.v1() as socket:
@@ -158,7 +158,7 @@ async def test_attempts_from_disallowed_addresses_are_limited(
 
 
 async def test_sockets_close_when_their_address_is_disallowed(server: Running) -> None:
-    """With 4401; those of other tokens stay open."""
+    """They close with 4401; those of other tokens stay open."""
     other = server.accounts.create_token("ada").token
     async with (
         server.v1() as socket,
@@ -173,7 +173,7 @@ async def test_sockets_close_when_their_address_is_disallowed(server: Running) -
 
 
 async def test_session_limit_change_applies_at_once(server: Running) -> None:
-    """To open sockets and requests; open sessions stay, and other accounts are unaffected."""
+    """It applies to open sockets and to requests; open sessions and other accounts are unaffected."""
 
     def limit_sessions(number: int) -> None:
         server.accounts.change_client("ada", limits=NO_LIMITS, max_sessions=number)

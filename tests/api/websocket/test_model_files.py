@@ -39,7 +39,7 @@ async def until(socket: ClientConnection, **wanted: Any) -> dict[str, Any]:
 
 
 async def test_download_reports_progress_until_it_is_done(server: Running, pull: StubPull) -> None:
-    """Also to another socket; the audit log names the operator."""
+    """Another socket can read it, too; the audit log names the operator."""
     async with connect(server, "eve", "user", "operator") as eve:
         await receive(eve)
         started = await ask(eve, op="pull_model", reference=REFERENCE, id="p")
@@ -64,7 +64,7 @@ async def test_download_reports_progress_until_it_is_done(server: Running, pull:
 
 
 async def test_download_is_cancelled(server: Running, pull: StubPull) -> None:
-    """At its next chunk; it can be started again."""
+    """It ends at its next chunk, and can be started again."""
     async with connect(server, "eve", "user", "operator") as eve:
         await receive(eve)
         await ask(eve, op="pull_model", reference=REFERENCE)
@@ -116,7 +116,7 @@ async def test_downloads_are_bounded(server: Running, pull: StubPull, monkeypatc
 
 @pytest.mark.parametrize("reference", ["tiny", "a b/c"])
 async def test_malformed_reference_is_refused(server: Running, pull: StubPull, reference: str) -> None:
-    """Before anything is asked of the hub, and nothing is logged."""
+    """No request is sent to the hub, and nothing is logged."""
     async with connect(server, "eve", "user", "operator") as eve:
         await receive(eve)
         assert (await ask(eve, op="pull_model", reference=reference))["code"] == "invalid_request"

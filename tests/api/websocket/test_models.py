@@ -146,7 +146,7 @@ async def test_load_progress_is_sent_to_the_requester_only(server: Running) -> N
 
 
 async def test_default_change_is_broadcast(server: Running) -> None:
-    """To all but sockets of the first protocol and unauthenticated ones."""
+    """Sockets of the first protocol and unauthenticated ones receive nothing."""
     async with (
         server.v1() as user,
         server.connect(additional_headers=OPERATOR) as operator,
@@ -199,7 +199,7 @@ async def test_model_is_unloaded(server: Running) -> None:
 
 
 async def test_engine_events_name_other_models(server: Running) -> None:
-    """Those of the default have no name; an unused model that sleeps causes no event."""
+    """Events of the default model have no name; an unused model that sleeps causes no event."""
     async with server.v1() as socket:
         await receive(socket)
         for state, detail in ((EngineState.ASLEEP, ""), (EngineState.STARTING, "")):

@@ -35,7 +35,7 @@ async def windows(socket: ClientConnection, **fields: Any) -> list[str]:
 
 
 async def test_live_sessions_of_all_clients_are_listed(server: Running) -> None:
-    """By windows and by client, without text or title."""
+    """Pages are read in sequence, of all clients or of one, without text or title."""
     async with connect(server, "root", "user", "admin") as root, server.v1() as ada:
         await receive(root)
         await receive(ada)
@@ -70,7 +70,7 @@ async def test_live_sessions_of_all_clients_are_listed(server: Running) -> None:
 
 
 async def test_archived_sessions_are_listed_by_windows(server: Running) -> None:
-    """As the command line reads them."""
+    """The command line reads the same pages."""
 
     def read(client_id: str | None, after: str | None, limit: int) -> list[SessionLine]:
         assert client_id == "bob"
@@ -98,7 +98,7 @@ async def test_session_of_another_client_is_purged(server: Running) -> None:
 
 
 async def test_audit_log_is_read_by_windows(server: Running) -> None:
-    """Newest first, each line once."""
+    """Pages have the newest lines first, each line once."""
     for number in range(5):
         server.accounts.create_token("ada", name=f"token {number}")
     async with connect(server, "root", "user", "admin") as root:
@@ -118,7 +118,7 @@ async def test_audit_log_is_read_by_windows(server: Running) -> None:
 
 
 async def test_audit_log_finds_what_an_administrator_did(server: Running) -> None:
-    """By the account concerned, and by the one that acted."""
+    """The filter matches the account concerned and the acting account."""
     async with connect(server, "root", "user", "admin") as root:
         await receive(root)
         await ask(root, op="create_account", client_id="bob")

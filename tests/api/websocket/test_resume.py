@@ -96,7 +96,7 @@ async def test_resuming_foreign_and_unknown_sessions_is_indistinguishable(server
 
 
 async def test_sessions_of_legacy_sockets_end_with_them(server: Running) -> None:
-    """Unless they were created with ``on_disconnect`` detach."""
+    """Sessions created with ``on_disconnect`` detach stay."""
     async with server.connect() as old:
         await receive(old)
         await ask(old, op="auth", client_id="desk", api_key="desk-key")
@@ -158,7 +158,7 @@ async def test_store_failure_is_reported_without_details(serve: Serve) -> None:
 
 
 async def test_store_failure_is_broadcast(serve: Serve) -> None:
-    """With its reason and retry delay; sockets of the first protocol receive nothing."""
+    """The event has the reason and the retry delay; sockets of the first protocol receive none."""
     async with serve(journal=StubJournal()) as server, server.v1() as socket, server.connect() as old:
         await receive(socket)
         await receive(old)

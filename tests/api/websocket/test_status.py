@@ -21,7 +21,7 @@ from tests.server.harness import MODEL
     ],
 )
 def test_adapters_are_listed(adapters: tuple[Adapter, ...], shown: str | None) -> None:
-    """Each with its scale, without its path."""
+    """Each is listed with its scale and without its path."""
     client = Principal("ada", 4, "normal", frozenset({"user"}))
     engine = EngineStatus(state=EngineState.READY, model=msgspec.structs.replace(MODEL, lora=adapters))
     values = client_status("model", client=client, sessions=(), engine=engine, storable=True)

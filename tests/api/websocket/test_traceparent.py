@@ -78,7 +78,7 @@ async def test_frame_trace_overrides_upgrade_trace(
 
 @pytest.mark.parametrize("wrong", ["", "00-zz", OF_TURN.upper(), OF_TURN + "-x", 7, None])
 async def test_invalid_traceparent_field_is_refused(server: Running, journal: RecordingJournal, wrong: object) -> None:
-    """By its name, and no turn begins; null means absent."""
+    """The error names the field, and no turn begins; null means absent."""
     answer = await run_turn(server, OF_SOCKET, traceparent=wrong)
     if wrong is None:
         assert journal.orders[0].spec.request.traceparent == OF_SOCKET

@@ -27,7 +27,7 @@ def test_trend_is_the_fitted_line() -> None:
 
 @given(st.lists(st.floats(1, 1000), min_size=2, max_size=20))
 def test_constant_memory_has_no_trend(mib: list[float]) -> None:
-    """Whatever happened during the warm-up."""
+    """The warm-up does not count."""
     found = growth(life(1, 0, *mib, *[200.0] * 10), warm_up_s=len(mib))
 
     assert found is not None

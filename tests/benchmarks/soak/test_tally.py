@@ -13,7 +13,7 @@ def observed_turn(text: str, *finishes: str, times_s: tuple[float, ...] = (2.0, 
 
 
 def test_successful_turn_records_only_delays() -> None:
-    """From its request to its first text, and between its texts."""
+    """They are from its request to its first text, and between its texts."""
     tally = Tally()
     tally.turn(Kind.TALK, observed_turn("abc", "length"), transcript="abc")
 
@@ -23,7 +23,7 @@ def test_successful_turn_records_only_delays() -> None:
 
 
 def test_delays_of_inactive_readers_are_separate() -> None:
-    """Slow readers and disconnected clients."""
+    """These are slow readers and disconnected clients."""
     tally = Tally()
     for kind in (Kind.DROP, Kind.DAWDLE):
         tally.turn(kind, observed_turn("abc", "length"), transcript="abc")
@@ -32,7 +32,7 @@ def test_delays_of_inactive_readers_are_separate() -> None:
 
 
 def test_different_texts_are_counted() -> None:
-    """With lost and with repeated characters."""
+    """Lost and repeated characters are counted separately."""
     tally = Tally()
     tally.turn(Kind.DROP, observed_turn("one three", "stop"), transcript="one two three")
     tally.turn(Kind.DROP, observed_turn("one one ", "stop"), transcript="one ")

@@ -32,7 +32,7 @@ def test_entry_discarded_during_a_copy_leaves_no_file(bench: Bench) -> None:
 
 
 def test_entry_discarded_during_a_fetch_does_not_return(bench: Bench) -> None:
-    """Whether it was already read or not."""
+    """It may or may not have been read already."""
     for read_first in (False, True):
         bench.park("s1", [1, 2])
         for number in range(20):

@@ -99,7 +99,7 @@ def test_several_adapters_are_combined(options: EngineOptions, log: LlamaLog, ad
 
 
 def test_every_context_of_a_model_has_its_adapters(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
-    """Also one that is created later, with other slots."""
+    """A context that is created later with other slots has them, too."""
     with _adapted(options, log, LoraSettings(path=adapter)) as loaded, loaded.with_slots(1) as later:
         assert _answer(later) == _answer(loaded) != PLAIN
 
@@ -107,7 +107,7 @@ def test_every_context_of_a_model_has_its_adapters(options: EngineOptions, log: 
 def test_fingerprint_covers_adapter_and_scale(
     options: EngineOptions, log: LlamaLog, adapter: Path, tmp_path: Path
 ) -> None:
-    """Whatever changes the KV changes the fingerprint; the file's path and an adapter of scale 0 do not."""
+    """All that changes the KV changes the fingerprint; the file's path and an adapter of scale 0 do not."""
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(adapter.read_bytes())
     other = write_adapter(tmp_path / "other.gguf", tensors=random_tensors(seed=2))
@@ -190,7 +190,7 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsuitable_adapter_is_refused(
     tmp_path: Path, options: EngineOptions, log: LlamaLog, content: dict[str, Any], reason: str
 ) -> None:
-    """With its path and the reason, which is llama.cpp's own where only llama.cpp knows it."""
+    """The error has the path and the reason, which comes from llama.cpp where only llama.cpp knows it."""
     path = write_adapter(tmp_path / "bad.gguf", **content)
     assert reason in _refusal(options, log, path).message
 
@@ -199,7 +199,7 @@ def test_unsuitable_adapter_is_refused(
 def test_truncated_adapter_is_refused(
     tmp_path: Path, options: EngineOptions, log: LlamaLog, adapter: Path, share: float
 ) -> None:
-    """In its header or in its weights."""
+    """The file may end within its header or its weights."""
     path = tmp_path / "torn.gguf"
     path.write_bytes(adapter.read_bytes()[: int(adapter.stat().st_size * share)])
     assert "The LoRA adapter" in _refusal(options, log, path).message

@@ -71,7 +71,7 @@ def test_drafts_and_the_token_before_them_have_logits() -> None:
     chunks=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=5), spare=st.integers(0, 20)
 )
 def test_split_keeps_drafts_in_the_last_part(chunks: list[tuple[int, int]], spare: int) -> None:
-    """With the token before them, so that their logits are available together."""
+    """The token before them is in that part, too, so their logits are available together."""
     whole = [
         Chunk(slot, slot, list(range(length + drafts)), sample=True, drafts=drafts)
         for slot, (length, drafts) in enumerate(chunks)
@@ -112,5 +112,5 @@ def test_more_logits_than_a_call_has_rows_are_refused() -> None:
     ],
 )
 def test_decode_is_padded_to_whole_tiles(slots: Sequence[int], lengths: list[int], padding: tuple[int, ...]) -> None:
-    """With slots beside the others, as far as there are such, and none of them is longer."""
+    """Other slots with room fill the tile; none of them gets longer."""
     assert padding_slots(slots, lengths) == padding

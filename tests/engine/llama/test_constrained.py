@@ -178,7 +178,7 @@ def test_mask_equals_logits_of_minus_infinity(backend: LlamaBackend, raw: dict[s
 
 @pytest.mark.parametrize("raw", CHAINS, ids=str)
 def test_every_chain_draws_the_only_allowed_token(backend: LlamaBackend, raw: dict[str, Any]) -> None:
-    """However unlikely it is, repeatedly."""
+    """It is drawn repeatedly, even if it is unlikely."""
     row = spread(backend)
     allowed = np.zeros(len(row), dtype=bool)
     allowed[int(row.argmin())] = True

@@ -315,7 +315,7 @@ def test_failed_save_empties_both_slots(demo: Loaded, monkeypatch: pytest.Monkey
 
 
 def test_warm_up_fits_the_smallest_context(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
-    """However few tokens a slot has, the warm-up stays within them."""
+    """It uses no more tokens than a slot has."""
     context = LlamaContext(demo.model, options.replace(slots=1, n_ctx=1), n_threads=1, log=log)
     assert context.warm_up(1) > 0
     assert context.warm_up(1, n_tokens=512) > 0

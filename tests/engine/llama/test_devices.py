@@ -50,7 +50,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_selected_by_address_or_name() -> None:
-    """In the given order; of a GPU listed twice the first counts."""
+    """They have the given order; of a GPU that is listed twice the first entry counts."""
     assert devices.pointers(("0000:02:00.0", "0000:01:00.0")) == [3, 2]
     assert devices.pointers(("Vulkan0",)) == [4]
     assert devices.pointers(()) == []
@@ -58,7 +58,7 @@ def test_gpus_are_selected_by_address_or_name() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_server_is_connected_to_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for all of them, and only where one is wanted; the names say which server it is."""
+    """It is connected to once, and only if one of its devices is wanted; their names include the server."""
     asked: list[str] = []
 
     def server_devices(server: str) -> list[tuple[int, GgmlDevice]]:
@@ -75,7 +75,7 @@ def test_server_is_connected_to_for_its_devices(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_server_that_cannot_be_reached_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether nothing listens there, or llama.cpp was built without RPC."""
+    """The port is closed, or llama.cpp was built without RPC."""
     assert devices.server_devices("127.0.0.1:1") == []
     monkeypatch.setattr(devices, "_backend_by_name", lambda _: 1)
     assert devices.server_devices("127.0.0.1:1") == []

@@ -58,7 +58,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_vector_does_not_depend_on_the_batch(bert: Path) -> None:
-    """Nor on earlier batches."""
+    """It does not depend on earlier batches, either."""
     texts = ["the cat", "a dog barks in the road", "bread", "x" * 90]
     with loaded(bert) as embedder:
         together = vectors(embedder, *texts)

@@ -28,12 +28,12 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_libraries_of_the_bindings_version_are_loaded() -> None:
-    """Those of this environment."""
+    """The libraries of this environment have it."""
     load_library()
 
 
 def test_libraries_for_other_bindings_are_refused(libraries: Path) -> None:
-    """By the version file beside them, before loading; the message names both versions and the remedy."""
+    """The version file beside them is checked before loading; the message names both versions and the remedy."""
     (libraries / VERSION_FILE).write_text("0.0.1\n")
     with pytest.raises(InferenceCenterError) as caught:
         load_library()
@@ -43,7 +43,7 @@ def test_libraries_for_other_bindings_are_refused(libraries: Path) -> None:
 
 
 def test_selected_kernels_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At info, by the file that llama.cpp names; what else it says keeps its level."""
+    """The file that llama.cpp names is logged at info; its other messages keep their level."""
     chosen, searched = "load_backend: loaded CPU backend from /lib/libggml-cpu-zen4.so", "search path does not exist"
     monkeypatch.setattr(LlamaLog, "install", lambda log: log.write(2, f"{chosen}\n{searched}\n"))
     lines: list[tuple[str, str]] = []

@@ -82,7 +82,7 @@ def test_truncated_files_are_refused(
 
 
 def test_missing_file_error_lists_models_beside_it(tmp_path: Path, options: EngineOptions, log: LlamaLog) -> None:
-    """Or names the missing directory."""
+    """If the directory is missing, the error names it."""
     (tmp_path / "other.gguf").touch()
     assert "other.gguf" in (_refusal(tmp_path / "model.gguf", options, log).hint or "")
     missing = _refusal(tmp_path / "a" / "b" / "model.gguf", options, log)

@@ -144,7 +144,7 @@ def test_gpu_is_found_by_its_address_or_name(tmp_path: Path, demo: EngineOptions
 
 
 def test_without_a_gpu_no_gpu_memory_is_used(tmp_path: Path, demo: EngineOptions) -> None:
-    """Not even buffers that compute prompts for layers in host memory."""
+    """Compute buffers for layers in host memory use none, either."""
     none = demo.replace(devices=(), n_gpu_layers=0, main_gpu=-1)
     assert not any(name.startswith("FAKE") for name in load(tmp_path, none, n_gpus=1))
 

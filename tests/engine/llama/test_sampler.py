@@ -282,7 +282,7 @@ def test_dry_parameters_control_repetition(rig: Rig, change: dict[str, Any]) -> 
 
 
 def test_equal_seeds_give_equal_answers(rig: Rig) -> None:
-    """At a temperature above 0; different seeds give different answers."""
+    """The temperature is above 0; different seeds give different answers."""
     hot = {**WIDE, "temperature": 1.5}
     first = rig.generate({**hot, "seed": 5}, OPENING)
     assert rig.generate({**hot, "seed": 5}, OPENING) == first

@@ -171,7 +171,7 @@ SUM = "What is 7 plus 8?"
     ids=str,
 )
 def test_greedy_answers_are_the_same_with_drafts(backend: LlamaBackend, texts: tuple[str, ...], share: float) -> None:
-    """Except between nearly equally likely tokens; repetitive text takes fewer steps."""
+    """They may differ between nearly equally likely tokens; repetitive text takes fewer steps."""
     plain, plain_steps = generate(backend, texts, draft_tokens=0)
     for slot in range(backend.model.slots):
         backend.truncate(slot, 0)
@@ -261,7 +261,7 @@ def test_draft_model_drafts_no_end_token(drafting: Drafting, demo_model_path: Pa
 
 
 def test_draft_slot_follows_its_turn(drafting: Drafting, demo_model_path: Path) -> None:
-    """After other tokens, fewer, and those of another turn it drafts as in an empty slot."""
+    """After other or fewer tokens, and after another turn, its drafts equal those in an empty slot."""
     backend, model = drafting(demo_model_path)
     one = backend.tokenize([PromptSegment("Count from 1 to 100. One, two, three,")], first=True)
     other = backend.tokenize([PromptSegment("My name is Ada. What is my name?")], first=True)

@@ -132,7 +132,7 @@ def test_missing_token_has_empty_text(bpe: Vocabulary) -> None:
 
 
 def test_bos_is_added_once_at_the_start(spm: Vocabulary) -> None:
-    """Also where the template spells it, and only at the start of a sequence."""
+    """This holds for templates that contain it; later parts of a sequence get none."""
     hello = spm.tokenize([PromptSegment("hello")], first=False)
     assert spm.tokenize([], first=True) == [spm.bos]
     assert spm.tokenize([], first=False) == []

@@ -170,7 +170,7 @@ def test_ignore_eos_bans_every_end_token() -> None:
 
 
 def test_ban_of_all_tokens_is_refused() -> None:
-    """Also together with the end tokens banned by ``ignore_eos``."""
+    """End tokens banned by ``ignore_eos`` count, too."""
     bans = {str(token): False for token in range(99)}
     assert isinstance(chain({"logit_bias": bans})[0], LogitBias)
     with pytest.raises(InferenceCenterError, match="ban every token") as caught:

@@ -79,7 +79,7 @@ def test_unsatisfiable_schema_is_refused(schema: dict[str, Any]) -> None:
     )
 )
 def test_empty_schema_accepts_any_json(value: Any) -> None:
-    """Whatever Python's encoder writes."""
+    """All that Python's encoder writes is accepted."""
     assert fits_schema({}, value)
 
 
@@ -143,7 +143,7 @@ def test_every_grammar_kind_is_supported(kind: str, text: str, good: list[str], 
     ],
 )
 def test_grammar_error_has_a_reason(kind: str, text: str, said: str) -> None:
-    """With the position in the client's source, and without text that the client has not written."""
+    """It has the position in the client's source, and only text of the client."""
     reason = refusal(kind, text)
     assert said in reason
     assert "no_forcing" not in reason

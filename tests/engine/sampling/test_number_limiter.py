@@ -26,7 +26,7 @@ LONG = "3" * MOST_DIGITS
 
 @pytest.mark.parametrize("text", [f"0.{LONG}", f'{{"a": {LONG}', f'["1\\"2", "\\\\", -{LONG}', f"1e{LONG}"])
 def test_number_ends_at_the_digit_limit(text: str) -> None:
-    """Whatever stood before it."""
+    """The text before it does not matter."""
     assert narrowed(text, b"12,]") == b",]"
 
 

@@ -94,7 +94,7 @@ def test_quantum_counts_accepted_drafts() -> None:
 
 
 def test_answers_are_the_same_with_drafts() -> None:
-    """Also when slots are preempted, and when KV is lost as rejected drafts are cut off."""
+    """This holds when slots are preempted, and when KV is lost because rejected drafts are removed."""
 
     def answers(*, draft: bool, faults: Faults, draft_cost: float | None = None) -> list[list[int]]:
         world = SchedulerHarness(slots=2, answer_tokens=30, quantum_tokens=5, draft_tokens=4, draft_cost=draft_cost)
@@ -153,14 +153,14 @@ def test_draft_model_is_not_used_without_a_gain() -> None:
 
 
 def test_drafts_of_the_model_end_with_the_context() -> None:
-    """As those from the text do."""
+    """Drafts from the text do, too."""
     for n_free, n_drafts in ((4, 2), (3, 2), (2, 1), (1, 0)):
         drafts = drafting(lookup=False, draft_cost=0.1, n_ctx=3 + n_free).drafts([new_request(0, [1, 2, 3])])
         assert sum(asked.n_tokens for asked in drafts.requests.values()) == n_drafts
 
 
 def test_accepted_drafts_of_the_model_save_steps() -> None:
-    """Also where it has to prefill the text first, and drafts nothing until then."""
+    """Before its first draft the model may have to prefill the text."""
     world = SchedulerHarness(slots=1, answer_tokens=40, draft_tokens=4, lookup=False, draft_cost=0.1)
     turn = world.add([1])
     steps = world.run(100, until=lambda: turn.generated_tokens == 40)

@@ -91,7 +91,7 @@ def test_session_with_an_idle_slot_waits_too() -> None:
 
 
 def test_lower_classes_are_paused() -> None:
-    """However long they wait; the scheduler then has work, but plans nothing until the limit is lifted."""
+    """Waiting does not end the pause: the scheduler has work, but plans nothing until the limit is lifted."""
     world = SchedulerHarness(slots=2, quantum_tokens=QUANTUM, answer_tokens=20, ageing_s=2.0)
     batch = world.add(prompt(1), priority=BATCH)
     world.run(2)
@@ -139,7 +139,7 @@ def test_barred_turn_can_be_aborted() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.001])
 def test_prefill_share_is_limited(share: float) -> None:
-    """To a part of the step's prefill budget, but at least one chunk."""
+    """It is a part of the step's prefill budget, and at least one chunk."""
     budgets = []
     for limits in (EngineLimits(active_slots=1), EngineLimits(active_slots=1, prefill_share=share)):
         world = SchedulerHarness(slots=1, target_step_s=0.05, n_ctx=4000)

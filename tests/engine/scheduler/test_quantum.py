@@ -11,7 +11,7 @@ from tests.engine.scheduler.harness import SchedulerHarness
 
 
 def test_configured_quantum_is_kept() -> None:
-    """Whatever offloading costs."""
+    """The cost of offloading does not change it."""
     quantum = Quantum(7)
     quantum.observe(moves=2, moves_s=1.0, generated_tokens=4, decode_s=0.1)
     assert quantum.tokens == 7
@@ -21,7 +21,7 @@ def test_configured_quantum_is_kept() -> None:
     ("moves", "moves_s", "generated_tokens", "decode_s"), [(0, 0.0, 4, 0.1), (2, 0.1, 0, 0.0), (2, 0.0, 4, 0.0)]
 )
 def test_first_quantum_is_32_tokens(moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
-    """Until both times have been measured."""
+    """It stays until both times have been measured."""
     quantum = Quantum(0)
     quantum.observe(moves=moves, moves_s=moves_s, generated_tokens=generated_tokens, decode_s=decode_s)
     assert quantum.tokens == 32

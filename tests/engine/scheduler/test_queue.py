@@ -175,7 +175,7 @@ def test_position_updates_are_rate_limited() -> None:
 
 
 def test_turns_of_a_session_run_in_order() -> None:
-    """Whatever their class: each builds on the one before."""
+    """Their class does not matter, because each builds on the one before."""
     world = SchedulerHarness(slots=3, answer_tokens=1)
     for number, priority in enumerate((2, 0, 1, 0)):
         world.add([number, 1], session="s", priority=priority)

@@ -34,7 +34,7 @@ def parks(world: SchedulerHarness) -> list[ParkSlot]:
 
 
 def test_each_slot_is_saved_once_the_last_used_first() -> None:
-    """Until the session's next turn; the slots keep their KV."""
+    """It is not saved again before the session's next turn; the slots keep their KV."""
     world = idle([1] * 8, [2] * 9)
     assert world.scheduler.checkpoints.pending
     assert saved(world) == ["s1", "s0"]
@@ -70,7 +70,7 @@ def test_idle_slots_that_are_not_saved(prompt: list[int], durable: bool, store: 
 
 
 def test_save_is_retried_when_there_is_room() -> None:
-    """Without another turn of the session."""
+    """It needs no other turn of the session."""
     world = idle([1] * 8, store=FakeStore(room_tokens=0))
     assert saved(world) == []
     world.store.room_tokens = 8
@@ -78,7 +78,7 @@ def test_save_is_retried_when_there_is_room() -> None:
 
 
 def test_offloaded_kv_is_not_offloaded_again() -> None:
-    """Neither under the session's own key nor under that of an equal session of the same client."""
+    """Neither the session's own key nor that of an equal session of the client gets a second copy."""
     world = idle([1] * 8, [1] * 8)
     world.store.entries["s0"] = Entry("c", [(1, "c")] * 8, durable=True, ready=False)
     assert world.scheduler.checkpoints.pending

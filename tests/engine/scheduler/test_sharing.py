@@ -266,7 +266,7 @@ def test_repeatedly_evicted_kv_is_recomputed() -> None:
 
 @pytest.mark.parametrize("finds_room", [True, False])
 def test_fetch_without_room_is_repeated(finds_room: bool) -> None:
-    """As soon as there may be room; a second failure prefills the tokens, and no timer is involved."""
+    """It is repeated once there may be room; a second failure prefills the tokens. No timer is involved."""
     world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
@@ -283,7 +283,7 @@ def test_fetch_without_room_is_repeated(finds_room: bool) -> None:
 
 
 def test_concurrent_fetches_are_limited() -> None:
-    """To the number of slots: fetched entries need RAM until they are used."""
+    """The limit is the number of slots, because fetched entries need RAM until they are used."""
     world = SchedulerHarness(slots=2)
     for n in range(5):
         park(world, f"s{n}", [100 * n + i for i in range(20)], ready=False)
@@ -429,7 +429,7 @@ def test_model_without_truncation_finds_a_snapshot_behind_a_longer_match() -> No
 
 
 def test_model_without_truncation_prefers_a_snapshot_to_an_uncertain_cut() -> None:
-    """Except when half of the tokens saved by the cut are about as many."""
+    """It prefers the cut if that keeps many more tokens than the snapshot."""
     for kept, source in ((4, RestoreSlot), (40, TruncateSlot)):
         world = SchedulerHarness(slots=1, can_truncate=False, answer_tokens=1)
         held = [*SYSTEM, *range(kept)]

@@ -235,7 +235,7 @@ def test_good_draft_model_saves_most_steps() -> None:
 
 
 def test_bad_draft_model_is_disabled() -> None:
-    """After a few drafts, and for the next turn from the start: all its drafts cost very little."""
+    """It is disabled after a few drafts, and for the next turn from the start; all its drafts cost very little."""
     costs, odds = DecodeCosts(0.1), ModelOdds()
     steps, drafted = ask_model(costs, odds, n_tokens=1000, hits=lambda _: False)
     assert steps == 1000
@@ -258,7 +258,7 @@ def test_draft_model_without_a_gain_is_seldom_used() -> None:
 
 
 def test_likelier_source_of_drafts_is_used() -> None:
-    """From the model if the text does not repeat itself."""
+    """The model drafts if the text does not repeat itself."""
     drafter = Drafter(4096, costs=DecodeCosts(0.1), odds=ModelOdds())
     assert drafter.look([1, 2, 3], n_turns=1) > 0
     assert drafter.by_model
@@ -281,7 +281,7 @@ def test_measured_costs_replace_the_assumed_ones() -> None:
 
 
 def test_costs_are_not_learned_without_a_step_to_compare_with() -> None:
-    """How long a decode of one row takes is known first."""
+    """The duration of a decode of one row must be known first."""
     costs = DecodeCosts(0.1)
     costs.observe(n_drafts=4, decode_s=1.0, draft_s=0.5)
     assert (costs.row, costs.draft) == (ROW_COST, 0.1)

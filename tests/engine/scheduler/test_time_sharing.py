@@ -128,7 +128,7 @@ def test_use_without_contention_is_not_charged() -> None:
 
 
 def test_higher_class_preempts_a_lower_one() -> None:
-    """After a quarter of a quantum; the lower class resumes when the higher one has ended."""
+    """It does so after a quarter of a quantum; the lower class resumes when the higher one has ended."""
     world = crowd(slots=1, quantum_tokens=40)
     batch = world.add(prompt(1), priority=2)
     world.run(5)
@@ -141,7 +141,7 @@ def test_higher_class_preempts_a_lower_one() -> None:
 
 
 def test_lower_class_does_not_preempt_a_higher_one() -> None:
-    """However long it runs, while no turn ages."""
+    """It waits until the higher one ends, as long as no turn ages."""
     world = crowd(slots=1)
     urgent = world.add(prompt(1), priority=0)
     world.step()

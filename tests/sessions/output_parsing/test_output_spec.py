@@ -259,7 +259,7 @@ def test_schema_references_are_resolved() -> None:
 
 @pytest.mark.parametrize("name", ["HERMES", "QWEN_CODER", "LLAMA31"])
 def test_input_of_a_custom_tool_matches_its_regular_expression(name: str) -> None:
-    """In calls that are JSON, which escape it, and in those that have it verbatim."""
+    """Calls in JSON escape the input, others have it verbatim."""
     tools = [function_of("note", None, syntax="regex", definition=r'(/\w+ "[a-z\n]+"\n?)+|[$^]')]
     spoken = speech(name, tools=tools, tool_choice="required")
     calls = {
@@ -297,7 +297,7 @@ def test_input_of_a_custom_tool_matches_its_grammar(name: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["^(?:a)|(?:b)$", "^(?:a$|^b)$", "a", "^(?:" + "a" * 9000 + ")$"])
 def test_tagged_text_with_another_pattern_is_free(pattern: str) -> None:
-    """What cannot stand between other expressions is left to the model."""
+    """A pattern that cannot stand between other expressions is left to the model."""
     parameters = {"type": "object", "properties": {"at": {"type": "string", "pattern": pattern}}, "required": ["at"]}
     spoken = speech("QWEN_CODER", tools=[Tool(name="go", parameters=parameters)])
     assert fits(spoken, "<tool_call>\n<function=go>\n<parameter=at>\nx\n</parameter>\n</function>\n</tool_call>")

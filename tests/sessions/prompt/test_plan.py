@@ -115,7 +115,7 @@ def test_turn_tokenizes_only_new_text() -> None:
 
 @pytest.mark.parametrize("renderer", [THINKING, KEEPING])
 def test_answer_after_empty_reasoning_is_not_read_again(renderer: ChatTemplate) -> None:
-    """Also where the template leaves the empty tags out of earlier answers: the tokens keep them."""
+    """The template may omit the empty tags from earlier answers; the tokens keep them."""
     history = History()
     for number in range(3):
         prompt, history = run(history, f"Question {number}", "Hello!", renderer=renderer)

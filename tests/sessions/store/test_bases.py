@@ -255,7 +255,7 @@ def test_new_rendering_keeps_messages_shared_with_a_fork(database: sqlite3.Conne
 
 
 def test_forks_of_forks_of_any_depth_are_read_and_deleted(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Also if all sessions between have ended: their rows are deleted with the last one, in bounded steps."""
+    """If all sessions between have ended, their rows are deleted with the last one, in bounded steps."""
     depth = 1100
     messages = tuple(said_by("user", str(n)) for n in range(depth))
     recorder.commit([opened("s_0", history=History(messages[:1]))], durable=False)
@@ -291,7 +291,7 @@ def test_shared_base_is_loaded_once(database: sqlite3.Connection, recorder: Reco
 
 
 def test_fork_of_an_unsaved_parent_is_written_in_full(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """For example if its parent was purged meanwhile."""
+    """The parent may have been purged in the meantime."""
     recorder.commit([fork_of("s_unknown", "s_2", 3)], durable=False)
     assert_is(kept_of(database)["s_2"], 3)
 
