@@ -187,6 +187,8 @@ def _read_store(settings: Settings, what: str) -> Iterator[Archive]:
         with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
             yield archive
     except InferenceCenterError as error:
+        if error.code is not ErrorCode.STORAGE_UNAVAILABLE:
+            raise
         _log.warning(f"{what}_unreadable", error=error.message, hint=error.hint)
         raise InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,

@@ -352,6 +352,7 @@ class Endpoint:
                     context.operations.charge(client_id)
                     await sleep(context.operation_delay_s(client_id))
                 call = await self._call(operation, asgi, receive, request_context, memory)
+                request_context.check_open()
                 writer.warnings = call.warnings
                 leaving = self._tasks.spawn(_wait_disconnected(receive, request_context), name="notice_leaving")
                 try:

@@ -115,6 +115,11 @@ class RequestContext:
             for listener in tuple(self._listeners):
                 listener(reason)
 
+    def check_open(self) -> None:
+        """Raise the reason why the response must end, if there is one: the token may have been revoked meanwhile."""
+        if self._ended is not None:
+            raise self._ended
+
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Call ``listener`` with the reason when the response must end; immediately if it already must."""
         self._listeners.append(listener)

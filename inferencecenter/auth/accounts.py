@@ -290,7 +290,12 @@ class Accounts:
         """Return the clients of the database, or the one named, oldest first.
 
         ``after`` is the id of the client before the first one.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` if there is no client ``after``.
         """
+        if after is not None and not self.has_client(after):
+            raise _unknown_cursor()
         with self._rows(
             "SELECT client_id, max_sessions, priority, scopes, retention_days, archive_mib, created_at, limits,"
             " (SELECT count(*) FROM tokens t WHERE t.client_id = c.client_id AND t.revoked_at IS NULL)"
@@ -405,8 +410,13 @@ class Accounts:
         """Return the tokens of one client, or of all, or the one named, oldest first, including revoked ones.
 
         ``after`` is the id of the token before the first one.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` if there is no token ``after``.
         """
         self.flush_audit()
+        if after is not None and not self._has_token(after):
+            raise _unknown_cursor()
         with self._rows(
             "SELECT token_id, client_id, name, created_at, expires_at, last_used_at, revoked_at IS NOT NULL, limits"
             " FROM tokens WHERE (?1 IS NULL OR client_id = ?1) AND (?2 IS NULL OR token_id = ?2)"
@@ -416,6 +426,10 @@ class Accounts:
             (client_id, token_id, after, _NO_LIMIT if limit is None else limit),
         ) as rows:
             return [accounts_db.token_from_row(row) for row in rows]
+
+    def _has_token(self, token_id: str) -> bool:
+        with self._rows("SELECT 1 FROM tokens WHERE token_id = ?", (token_id,)) as rows:
+            return rows.fetchone() is not None
 
     def revoke(self, token_id: str, *, by: AuditActor | None = None) -> bool:
         """Revoke a token; ``False`` if it does not exist or was already revoked."""
@@ -567,6 +581,12 @@ class Accounts:
 
 def _exists(database: sqlite3.Connection, client_id: str) -> bool:
     return database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone() is not None
+
+
+def _unknown_cursor() -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST, "after is no longer in the list", field="after", hint="Read the list anew."
+    )
 
 
 def _check_room(database: sqlite3.Connection, client_id: str | None) -> None:

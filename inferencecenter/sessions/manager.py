@@ -574,6 +574,10 @@ class SessionManager:
         """Return the number of a client's open sessions, and how many of them run a turn."""
         return self._table.count_of(client_id), self._active_turns.of(client_id)
 
+    def holds_any(self, client_id: str) -> bool:
+        """Return whether a client has sessions, live or archived."""
+        return bool(self._table.all_of(client_id, at_most=1) or self.archive.size_of(client_id).n_sessions)
+
     def runs_turns(self, *, besides: str = "") -> bool:
         """Return whether turns run, other than those of the sessions of the client ``besides``."""
         return self._active_turns.total > self._active_turns.of(besides)

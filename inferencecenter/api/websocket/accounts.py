@@ -17,6 +17,7 @@ from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import AccessToken, AccountSummary
+from inferencecenter.sessions.context import AccountLimits
 
 if TYPE_CHECKING:
     from inferencecenter.api.websocket.connection import Connection
@@ -149,6 +150,11 @@ def delete_account(connection: Connection, request: requests.DeleteAccount) -> N
         remove = partial(context.accounts.remove_client, name, detail=detail, by=by)
         if not await context.disk_worker.run(by.client_id, remove):
             raise _unknown_account(name)
+        # A token that was created meanwhile may have a socket, and that a session.
+        context.tokens_changed()
+        context.sessions.set_limits({name: AccountLimits(context.account_defaults.default_max_sessions, None, None)})
+        if deletes and context.sessions.holds_any(name):
+            await context.purge("client", name)
         return events.AccountDeleted(client_id=name, sessions=request.sessions, revoked_tokens=n_revoked)
 
     connection.answer_later(request, delete)

@@ -127,7 +127,13 @@ class Archive:
             archived: Only those that are archived.
             after: Id of the session before the first one.
             limit: Maximum number; negative for no limit.
+
+        Raises:
+            InferenceCenterError: ``session_not_found`` if there is no session ``after``.
         """
+        query = "SELECT 1 FROM sessions WHERE session_id = ?"
+        if after is not None and self._database.execute(query, (after,)).fetchone() is None:
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, field="after", hint="Read the list anew.")
         return [_line(row) for row in self._database.execute(_LIST, (client_id, archived, after, limit))]
 
     def read(self, session_id: str) -> StoredSession:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,10 @@ from tests.server.harness import Running, ask, close_code, receive
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
+
+    from websockets.asyncio.client import ClientConnection
+
+    from inferencecenter.sessions.store.recorder import PurgeKind
 
 LEAST: dict[str, dict[str, Any]] = {
     "kick": {"client_id": "ada"},
@@ -235,6 +241,54 @@ async def test_account_whose_sessions_cannot_be_deleted_stays(server: Running) -
         assert (refused["code"], refused["id"]) == ("storage_unavailable", "d")
         assert (await ask(root, op="get_account", client_id="ada"))["account"]["unrevoked_tokens"] == 0
         assert (await ask(root, op="delete_account", client_id="ada", sessions="keep"))["op"] == "account_deleted"
+
+
+async def test_token_that_is_created_during_a_deletion_is_closed(server: Running) -> None:
+    """Its socket is closed, and the session that it opened is deleted."""
+    late: list[ClientConnection] = []
+    purge_now = server.context.purge
+
+    async def purge(kind: PurgeKind, name: str) -> bool:
+        purged = await purge_now(kind, name)
+        if not late:
+            late.append(await connect(server, "ada"))
+            await receive(late[0])
+            await ask(late[0], op="create_session")
+        return purged
+
+    object.__setattr__(server.context, "purge", purge)
+    async with connect(server, "root", "user", "admin") as root:
+        await receive(root)
+        assert (await ask(root, op="delete_account", client_id="ada", sessions="delete"))["op"] == "account_deleted"
+        assert await close_code(late[0]) == 4401
+        assert (await ask(root, op="list_all_sessions", client_id="ada"))["all_sessions"] == []
+
+
+async def test_request_of_a_revoked_token_does_nothing(server: Running) -> None:
+    """Also if it was admitted before, and its body arrives later."""
+    body = json.dumps({"input": "Hi", "store": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"Host: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {server.token}\r\nConnection: close\r\n"
+    writer.write(f"POST /v1/responses HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode())
+    writer.write(body[:1])
+    async with connect(server, "root", "user", "admin") as root:
+        await receive(root)
+        while not server.context.hub.participants_of("ada"):  # noqa: ASYNC110 - the daemon reads the head
+            await asyncio.sleep(0)
+        await ask(root, op="revoke_token", token_id=server.token_id)
+        writer.write(body[1:])
+        assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+        assert (await ask(root, op="list_all_sessions", client_id="ada"))["all_sessions"] == []
+
+
+async def test_page_after_a_deleted_entry_is_refused(server: Running) -> None:
+    """It would look like the end of the list."""
+    async with connect(server, "root", "user", "admin") as root:
+        await receive(root)
+        for op in ("list_accounts", "list_tokens"):
+            refused = await ask(root, op=op, after="missing")
+            assert (refused["code"], refused["field"]) == ("invalid_request", "after")
 
 
 async def test_changed_scopes_reach_open_sockets(server: Running) -> None:
