@@ -45,7 +45,7 @@ def test_client_usage_has_one_line_a_day(settings: Settings) -> None:
 
 
 def test_without_stored_sessions_there_is_no_usage(settings: Settings) -> None:
-    """Also if an earlier daemon stored some."""
+    """An earlier daemon may have stored some."""
     not_kept = Settings.model_validate({"state_dir": settings.state_dir, "sessions": {"store": False}})
     assert usage_reader(not_kept)("ada", "") == ()
 

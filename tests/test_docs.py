@@ -94,7 +94,7 @@ def test_every_error_is_listed() -> None:
 
 
 def test_every_setting_is_listed_with_its_variable() -> None:
-    """On the settings page and in the annotated default file."""
+    """It is on the settings page and in the annotated default file."""
     page, default = DOCUMENTS["docs/configuration.md"], DOCUMENTS["config/inferencecenter.toml"]
     for name, _ in setting_fields():
         assert f"| `{name}` |" in page
@@ -102,7 +102,7 @@ def test_every_setting_is_listed_with_its_variable() -> None:
 
 
 def test_default_file_gives_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is, and with every value uncommented."""
+    """It does so as it is, and with every value uncommented."""
     monkeypatch.delenv("INFERENCECENTER_TEST_MODEL", raising=False)
     text = DOCUMENTS["config/inferencecenter.toml"]
     uncommented = re.sub(r"^#(\w+ = (?!\.\.\.))", r"\1", text, flags=re.MULTILINE)

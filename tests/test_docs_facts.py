@@ -112,7 +112,7 @@ def command_names(command: Any, *path: str) -> list[str]:
 
 
 def test_every_command_is_documented() -> None:
-    """On some page."""
+    """Any page may do it."""
     shown = [" ".join(words[1:]) for page in PAGES for words in filter(is_ours, commands_shown(page))]
     names = command_names(typer.main.get_command(app))
     assert "session export" in names

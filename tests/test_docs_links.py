@@ -48,7 +48,7 @@ def test_external_links_use_https(page: Page) -> None:
 
 
 def test_every_page_is_reachable_from_the_readme() -> None:
-    """By following links."""
+    """Each is reached by following links."""
     found, ahead = set(), ["README.md"]
     while ahead:
         path = ahead.pop()

@@ -31,12 +31,12 @@ def names(cell: str) -> list[str]:
 
 
 def test_every_error_has_a_row() -> None:
-    """In the order of the error table."""
+    """The rows have the order of the error table."""
     assert [names(row[0]) for row in rows("Errors by code")] == [[code.value] for code in ErrorCode]
 
 
 def test_exit_codes_match_the_error_table() -> None:
-    """Of errors that end the daemon."""
+    """The table has the errors that end the daemon."""
     meant = {
         "78": ErrorCode.INVALID_CONFIG,
         "66": ErrorCode.INVALID_MODEL_FILE,

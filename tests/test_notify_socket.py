@@ -45,7 +45,7 @@ def test_value_cannot_inject_variables(manager: tuple[str, socket.socket]) -> No
 
 @pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": ""}, {"WATCHDOG_USEC": "1000000"}])
 def test_without_a_manager_there_is_no_notifier(environment: dict[str, str]) -> None:
-    """Nor a watchdog."""
+    """There is no watchdog, either."""
     assert Notifier.from_environment(environment, pid=1) is None
 
 
@@ -78,7 +78,7 @@ def test_watchdog_must_be_of_this_process(watchdog: dict[str, str], expected_s: 
 
 
 def test_missing_manager_is_logged(tmp_path: Path) -> None:
-    """With the names of the variables."""
+    """The log names the variables."""
     with structlog.testing.capture_logs() as logs:
         Notifier(str(tmp_path / "absent")).send(STOPPING=1)
     assert [(line["event"], line["words"]) for line in logs] == [("service_manager_not_told", ["STOPPING"])]

@@ -157,7 +157,7 @@ def test_invalid_models_change_none(harness: ReloadHarness, tmp_path: Path, tabl
 
 
 def test_unreadable_settings_keep_the_last_ones(harness: ReloadHarness, tmp_path: Path) -> None:
-    """Not those of the start."""
+    """They are those of the last reload, not of the start."""
     harness.run(_settings(tmp_path, models={"phi": {}}, limits={"concurrent_turns": 2}))
     lines = harness.run(UNREADABLE)
     assert _not_reloaded(lines) == {"settings": "server.port"}
@@ -167,7 +167,7 @@ def test_unreadable_settings_keep_the_last_ones(harness: ReloadHarness, tmp_path
 
 
 def test_without_a_successful_reload_the_first_settings_stay(harness: ReloadHarness) -> None:
-    """Those of the start."""
+    """The settings of the start apply."""
     assert _not_reloaded(harness.run(UNREADABLE)) == {"settings": "server.port"}
     assert [registry.default for registry in harness.registries] == ["echo"]
 
@@ -198,7 +198,7 @@ def test_failure_of_one_part_does_not_block_others(harness: ReloadHarness, tmp_p
 
 
 def test_settings_that_need_a_restart_are_named(harness: ReloadHarness, tmp_path: Path) -> None:
-    """As long as they differ from the running ones, also if they concern no single engine."""
+    """They are named as long as they differ from the running ones, also if they concern no single engine."""
     now = _settings(
         tmp_path,
         engine={

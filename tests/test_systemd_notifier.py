@@ -127,7 +127,7 @@ async def test_without_a_manager_nothing_runs(harness: NotifierHarness) -> None:
 
 
 async def test_ready_is_sent_once(harness: NotifierHarness) -> None:
-    """At the first time that the engine is ready, not at a later one."""
+    """It is sent when the engine is ready for the first time."""
     reporter = harness.reporter()
     reporter.begin()
     harness.set_status(LOADING)
@@ -154,7 +154,7 @@ async def test_daemon_without_an_engine_is_ready(harness: NotifierHarness) -> No
 async def test_start_timeout_is_extended_while_loading(
     harness: NotifierHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only while the event loop runs."""
+    """The event loop must be running."""
     monkeypatch.setattr(systemd_notifier, "_EXTEND_EVERY_S", 0.0)
     reporter = harness.reporter()
     reporter.begin()
@@ -219,7 +219,7 @@ async def test_unchanged_status_is_not_sent_again(harness: NotifierHarness) -> N
 
 
 async def test_status_is_updated_while_turns_run(harness: NotifierHarness) -> None:
-    """Until the last has ended."""
+    """The updates end with the last turn."""
     reporter = harness.reporter()
     reporter.begin()
     harness.set_status(replace(READY, running=2, waiting=1))
@@ -248,7 +248,7 @@ async def test_watchdog_tick_updates_the_status(harness: NotifierHarness) -> Non
 
 
 async def test_unkillable_engine_stops_the_watchdog(harness: NotifierHarness) -> None:
-    """After its grace period, and only while the process exists."""
+    """It stops after the grace period, while the process exists."""
     harness.manager.watchdog_s = 0.0
     reporter = harness.reporter()
     reporter.begin()
@@ -269,7 +269,7 @@ async def test_unkillable_engine_stops_the_watchdog(harness: NotifierHarness) ->
 
 
 async def test_stopping_is_sent_before_draining(harness: NotifierHarness) -> None:
-    """With the drain's time limit."""
+    """It has the time limit of the drain."""
     reporter = harness.reporter()
     reporter.begin()
     harness.set_status(READY)
@@ -319,7 +319,7 @@ def test_status_line(status: EngineStatus, gpu: GpuReading, *, stopping: bool, e
     ],
 )
 def test_pending_kill_is_detected(tmp_path: Path, content: str, *, expected: bool) -> None:
-    """In the signals of the process or its first thread, or as an exit in progress."""
+    """It shows in the signals of the process or of its first thread, or as an exit in progress."""
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "status").write_text(content)
     assert kill_is_pending(77, proc=tmp_path) is expected

@@ -121,7 +121,7 @@ async def test_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) -> 
 
 @STUB
 async def test_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
-    """However long they take; idle time counts from the end of the last."""
+    """Long turns do not change this; idle time counts from the end of the last."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, echo_delay_ms=20)
     early = watched.submit("t1", "a long answer " * 4)
     watched.supervisor.start()
@@ -159,7 +159,7 @@ async def test_turns_submitted_during_suspend_run_in_the_next_engine(clock: Loop
 
 
 async def test_sessions_are_offloaded_across_sleep(tmp_path: Path, clock: LoopClock) -> None:
-    """Also from slots, and if no disk may hold them; sessions closed meanwhile are dropped at the wake."""
+    """Slots are offloaded, too, even if none may be on disk; sessions closed meanwhile are dropped at the wake."""
     live = {"one", "secret", "closed"}
     watched = await asleep(
         clock,
@@ -192,7 +192,7 @@ async def test_sessions_are_offloaded_across_sleep(tmp_path: Path, clock: LoopCl
 
 @STUB
 async def test_turn_withdrawn_while_asleep_wakes_no_engine(clock: LoopClock) -> None:
-    """Nor does an unknown turn; the next turn wakes it as usual."""
+    """An unknown turn wakes none, either; the next turn does."""
     watched = await asleep(clock)
     watched.supervisor.abort("unknown")
     watched.supervisor.release("unknown")
@@ -230,7 +230,7 @@ async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> Non
 
 @STUB
 async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
-    """After its timeout; a turn submitted meanwhile runs then."""
+    """It is killed after its timeout; a turn submitted in the meantime then runs."""
     deadlines = process.EngineProcess.end.__kwdefaults__
     assert deadlines is not None
     monkeypatch.setitem(deadlines, "suspend_deadline_s", 0.1)
@@ -256,7 +256,7 @@ async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.
 
 @STUB
 async def test_engine_lost_after_waking_is_restarted(clock: LoopClock) -> None:
-    """As an ordinary restart, the first of those allowed; the turn that woke it resumes."""
+    """It counts as the first of the allowed restarts; the turn that woke it resumes."""
     watched = await asleep(clock, max_restarts=1, echo_delay_ms=20)
     turn = watched.submit("t1", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
@@ -353,7 +353,7 @@ async def test_engine_refused_admission_fails_until_admitted(clock: LoopClock) -
 
 @STUB
 async def test_stop_works_while_admission_is_refused(clock: LoopClock) -> None:
-    """Also while it waits for its next attempt."""
+    """It works while the engine waits for its next attempt."""
 
     async def admit() -> bool:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
@@ -370,7 +370,7 @@ async def test_stop_works_while_admission_is_refused(clock: LoopClock) -> None:
 
 @STUB
 async def test_start_error_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
-    """Whatever is raised: the waiting turn runs on the next engine, and too many errors give the engine up."""
+    """For any error, the waiting turn runs on the next engine; too many errors give the engine up."""
     monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)
     plans = iter([ValueError("a header that was not expected"), OSError("a file that is gone")])
 

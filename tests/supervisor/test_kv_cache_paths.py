@@ -51,14 +51,14 @@ def test_daemons_have_separate_directories(tmp_path: Path, free_mib: list[int]) 
 
 
 def test_disk_directory_is_in_the_state_directory(tmp_path: Path, free_mib: list[int]) -> None:
-    """Unless another is configured."""
+    """Another one may be configured."""
     assert (
         kv_cache_paths(settings(tmp_path), tmp_path / "state", SPEC).disk_dir.parent.parent == tmp_path / "state" / "kv"
     )
 
 
 def test_disabled_tiers_have_no_bytes(tmp_path: Path) -> None:
-    """Neither tier does."""
+    """This holds for both tiers."""
     places = kv_cache_paths(settings(tmp_path, parking=False), tmp_path, SPEC)
     assert (places.ram_bytes, places.disk_bytes) == (0, 0)
 
@@ -120,7 +120,7 @@ def test_models_have_separate_directories(tmp_path: Path, free_mib: list[int]) -
 
 
 def test_kv_of_removed_models_is_deleted(tmp_path: Path, free_mib: list[int]) -> None:
-    """In RAM and on disk; a model that still exists keeps its files."""
+    """It is deleted in RAM and on disk; a model that still exists keeps its files."""
     chosen, gone = settings(tmp_path), replace(SPEC, name="gone")
     for spec in (SPEC, gone):
         for directory in (

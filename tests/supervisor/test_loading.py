@@ -14,7 +14,7 @@ ALL = EngineOptions(backend="llama", parent_pid=0)
 
 
 def test_load_progress_is_throttled() -> None:
-    """However often llama.cpp reports it."""
+    """The rate of llama.cpp's reports does not matter."""
     now = [10.0]
     progress = LoadProgress(monotonic=lambda: now[0])
     told = []
@@ -58,7 +58,7 @@ def test_out_of_memory_is_suspected_for_gpu_loads(
 
 
 def test_reduced_layers_are_stored() -> None:
-    """With the attempts before; a model that was loaded once has a known number of layers."""
+    """The number of attempts is stored, too; a model that was loaded once has a known number of layers."""
     with capture_logs() as logs:
         assert with_fewer_layers(ALL, None).n_gpu_layers == 32
         assert with_fewer_layers(ALL, MODEL).n_gpu_layers == MODEL.n_layers // 2

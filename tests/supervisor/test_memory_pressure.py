@@ -181,7 +181,7 @@ async def test_offloaded_kv_is_evicted_before_turns_are_refused(monitor: Monitor
 
 
 async def test_turns_are_refused_if_eviction_does_not_help(monitor: MonitorHarness) -> None:
-    """At the next measurement; they are accepted as soon as memory is calm."""
+    """The next measurement decides; they are accepted as soon as memory use is normal."""
     monitor.engine.become(parked_mib=10)
     assert await monitor.look(120, now=2.0) is PressureState.SHEDDING
     assert not refused(monitor.guard)
@@ -196,7 +196,7 @@ async def test_turns_are_refused_if_eviction_does_not_help(monitor: MonitorHarne
 
 
 async def test_without_offloaded_kv_turns_are_refused_at_once(monitor: MonitorHarness) -> None:
-    """And nothing may be offloaded."""
+    """No KV may be offloaded, either."""
     assert await monitor.look(101, now=2.0) is PressureState.FULL
     assert refused(monitor.guard)
     assert monitor.engine.sent == [KvRamLimit(0)]
@@ -213,7 +213,7 @@ async def test_full_gpu_refuses_turns_without_eviction(monitor: MonitorHarness) 
 
 
 async def test_failed_measurement_is_retried(monitor: MonitorHarness) -> None:
-    """After a wait; until then the state is unknown, and earlier refusals end."""
+    """It is retried after a wait; until then the state is unknown, and earlier refusals end."""
     monitor.engine.become(parked_mib=10)
     await monitor.look(120, now=2.0)
     monitor.fault = ValueError("a line of /proc that was not expected")
@@ -276,7 +276,7 @@ async def test_without_a_ready_engine_nothing_is_measured(monitor: MonitorHarnes
 
 
 async def test_measures_while_any_engine_is_ready() -> None:
-    """Whichever it is."""
+    """Any of the engines suffices."""
     monitor = MonitorHarness(engines=[FakeEngine(), FakeEngine()])
     monitor.tell()
     await monitor.looked()
@@ -291,7 +291,7 @@ async def test_measures_while_any_engine_is_ready() -> None:
 
 
 async def test_vanished_engine_is_detected(monitor: MonitorHarness) -> None:
-    """At the next measurement; a replaced one notifies no engine."""
+    """The next measurement detects it; an engine that was replaced is not notified."""
     await monitor.look(101, now=2.0)
     monitor.engine.become(EngineState.STOPPED)
     monitor.wake.set()
@@ -310,7 +310,7 @@ async def test_unreadable_memory_refuses_nothing(monitor: MonitorHarness) -> Non
 
 
 def test_kept_share_is_at_most_what_an_engine_has() -> None:
-    """Nor is there a share without offloaded KV."""
+    """Without offloaded KV there is no share."""
     engine = EngineStatus(EngineState.READY, parked_ram_bytes=7)
     main = MemoryUsage(name="memory", used_bytes=100, limit_bytes=10, calm_bytes=95, parked_bytes=21)
     assert kept_by(engine, main) == 7 * 16 // 21
@@ -318,7 +318,7 @@ def test_kept_share_is_at_most_what_an_engine_has() -> None:
 
 
 def test_figures_are_readable() -> None:
-    """In MiB; offloaded KV only if there is some."""
+    """They are in MiB; offloaded KV is shown only if there is some."""
     assert describe([]) == ""
     usage = MemoryUsage(name="GPU 0", used_bytes=3 * MIB + 5, limit_bytes=4 * MIB, calm_bytes=0)
     assert describe([usage]) == "GPU 0: 3 of 4 MiB"

@@ -53,7 +53,7 @@ def test_ceiling_counts_the_daemons_processes(kernel: Callable[..., None]) -> No
 
 @pytest.mark.parametrize(("shared", "counted"), [(0, 40), (10, 40), (40, 40), (45, 45)])
 def test_offloaded_kv_counts_once(kernel: Callable[..., None], shared: int, counted: int) -> None:
-    """Whether or not it is part of the engine's shared memory; also that of a sleeping engine."""
+    """It may be part of the engine's shared memory; that of a sleeping engine counts, too."""
     kernel(_7=ResidentMemory(1000, shared))
     asleep = EngineStatus(EngineState.ASLEEP, parked_ram_bytes=5)
     usage = main_memory(MemorySettings(ram_ceiling_mib=1), [PARKED, asleep])
@@ -63,14 +63,14 @@ def test_offloaded_kv_counts_once(kernel: Callable[..., None], shared: int, coun
 
 
 def test_limited_cgroup_counts_completely(kernel: Callable[..., None]) -> None:
-    """Up to 90 %, also if other processes share it."""
+    """The limit is 90 %, even if other processes share the group."""
     kernel(front=ResidentMemory(100), group=MemoryLimit(500, 1000), machine=MemoryLimit(1, 2))
     usage = main_memory(MemorySettings(hysteresis_percent=10), [PARKED])
     assert usage == MemoryUsage(name="memory", used_bytes=500, limit_bytes=900, calm_bytes=810, parked_bytes=40)
 
 
 def test_machine_limit_is_the_fallback(kernel: Callable[..., None]) -> None:
-    """Up to 95 %."""
+    """The limit is 95 %."""
     kernel(machine=MemoryLimit(500, 1000))
     usage = main_memory(MemorySettings(hysteresis_percent=0), [])
     assert usage == MemoryUsage(name="memory", used_bytes=500, limit_bytes=950, calm_bytes=950)
@@ -105,6 +105,6 @@ def test_only_gpus_in_use_are_measured(kernel: Callable[..., None], monkeypatch:
     "wrong", [{"ram_ceiling_mib": 0}, {"vram_floor_mib": -1}, {"hysteresis_percent": 51}, {"ram": 1}]
 )
 def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
-    """Before anything starts."""
+    """They are refused before an engine starts."""
     with pytest.raises(ValidationError):
         MemorySettings(**wrong)

@@ -122,7 +122,7 @@ async def test_busy_model_is_evicted_if_all_are_busy() -> None:
 
 
 async def test_number_of_resident_models_is_limited() -> None:
-    """However many would fit."""
+    """Free memory does not raise the limit."""
     house = CacheHarness(room=100, max_resident=2)
     first, second = (house.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
     assert await house.enter(house.engine("third"))
@@ -241,7 +241,7 @@ async def test_model_of_the_same_client_is_evicted_at_once(users: set[str], clie
 
 
 async def test_model_past_its_minimum_residency_is_evicted_first() -> None:
-    """Also if it is busy, and was used more recently."""
+    """It is evicted even if it is busy and was used more recently."""
     house = CacheHarness(room=2, min_residency_s=30.0, now_s=40.0)
     ada = frozenset({"ada"})
     old = house.engine("old", loaded=True, loaded_at_s=0.0, users=ada, busy=True, last_used_s=39.0)

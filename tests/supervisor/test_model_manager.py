@@ -206,7 +206,7 @@ async def test_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarn
 
 
 async def test_unknown_model_is_not_found(make_manager: Callable[..., ManagerHarness]) -> None:
-    """In every request; the error lists the available ones."""
+    """Every request gets the error, which lists the available ones."""
     house = make_manager()
     asked: list[Callable[[], object]] = [
         lambda: house.models.engine("third"),
@@ -332,7 +332,7 @@ async def test_swap_ends_after_a_planning_error(make_manager: Callable[..., Mana
 async def test_swap_ends_if_its_model_cannot_be_created(
     make_manager: Callable[..., ManagerHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example if its first plan names a missing GPU: the caller gets the reason, and the old default continues."""
+    """The caller gets the reason, such as a missing GPU in its first plan, and the old default continues."""
     house = make_manager()
     await house.ready("first")
 
@@ -371,7 +371,7 @@ async def give_up(house: ManagerHarness, name: str) -> None:
 
 @pytest.mark.parametrize("how", ["reload", "reload of another entry", "swap"])
 async def test_given_up_engine_is_revived(make_manager: Callable[..., ManagerHarness], how: str) -> None:
-    """By a reload, also one that changes its entry, or by a load request: it loads at once, and turns run again."""
+    """A reload or a load request revives it: it loads at once, and turns run again."""
     house = make_manager()
     await give_up(house, "first")
     with pytest.raises(InferenceCenterError) as refusal:
@@ -530,7 +530,7 @@ async def test_unloaded_model_is_loaded_on_demand(make_manager: Callable[..., Ma
 
 
 async def test_limits_reach_every_ready_engine(make_manager: Callable[..., ManagerHarness]) -> None:
-    """By its number of slots."""
+    """They depend on its number of slots."""
     house = make_manager()
     await house.ready("first")
     asked: list[int] = []
@@ -577,7 +577,7 @@ async def test_changed_parameters_keep_the_engine(make_manager: Callable[..., Ma
 
 
 async def test_queued_turns_move_to_the_changed_entry(make_manager: Callable[..., ManagerHarness]) -> None:
-    """With the same KV directory its turns, started or not, go to the new engine."""
+    """If the KV directory is the same, started and waiting turns go to the new engine."""
     house = make_manager(patience_s=0.05)
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
@@ -635,7 +635,7 @@ async def test_entries_can_be_added_and_removed(make_manager: Callable[..., Mana
 
 
 async def test_stop_ends_a_loading_engine(make_manager: Callable[..., ManagerHarness]) -> None:
-    """With the others."""
+    """The others end, too."""
     house = make_manager(names=("first", "wait"))
     await house.ready("first")
     house.models.swap("wait", house.tell)

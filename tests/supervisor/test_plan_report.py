@@ -90,7 +90,7 @@ def test_experts_on_the_host_are_reported(tmp_path: Path) -> None:
 
 
 def test_measurement_is_reported_per_device(model: ModelShape) -> None:
-    """With its device, and with no other."""
+    """It is reported with its device only."""
     told = with_measured_usage(
         plan_report(made(model, gpus(4, 6)), model=model, host=HOST, constraints=PlacementConstraints()), {"1": 5 * GIB}
     )

@@ -102,7 +102,7 @@ def test_plan_includes_adapters(tmp_path: Path, options: EngineOptions) -> None:
 
 
 def test_plan_includes_the_draft_model(tmp_path: Path, options: EngineOptions) -> None:
-    """On the GPU if it has room, else in host memory; an unreadable one is left to the engine to refuse."""
+    """It is on the GPU if it has room, else in host memory; the engine refuses an unreadable one."""
     draft = tmp_path / "draft.gguf"
     write_header(draft, HEADERS["llama3.2-1b"], name="1B")
     drafting = options.replace(draft_path=str(draft))
@@ -131,7 +131,7 @@ def test_small_memory_reduces_slots(tmp_path: Path, options: EngineOptions) -> N
 
 
 def test_configured_options_are_kept(tmp_path: Path, options: EngineOptions) -> None:
-    """Also if the model does not fit, which is logged with both sizes."""
+    """They are kept if the model does not fit; then both sizes are logged."""
     planner = Machine().planner(tmp_path, slots=4, n_ctx=8192, n_gpu_layers=29, gpu={"margin_mib": 100})
     with capture_logs() as logs:
         planned = planner.first(options)
@@ -326,7 +326,7 @@ def replace_model(memory: tuple[BufferUse, ...]) -> Any:
 async def test_each_ready_engine_is_compared_once(
     tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a thread, so that the event loop does not wait for the driver."""
+    """A thread does it, so the event loop does not wait for the driver."""
     planner = Machine().planner(tmp_path)
     planner.first(options)
     compared: list[int] = []
@@ -345,7 +345,7 @@ async def test_each_ready_engine_is_compared_once(
 
 
 def test_without_a_plan_there_is_nothing_to_compare(tmp_path: Path, options: EngineOptions) -> None:
-    """For example with the echo backend."""
+    """The echo backend has none."""
     planner = Machine().planner(tmp_path)
     planner.first(options.replace(backend="echo"))
     with capture_logs() as logs:
@@ -366,7 +366,7 @@ def test_fit_beside_other_models(tmp_path: Path, options: EngineOptions) -> None
 
 
 def test_model_that_fits_nowhere_is_refused(tmp_path: Path, options: EngineOptions) -> None:
-    """With the missing amount; a model that was loaded before is not, since the shortage may pass."""
+    """The error has the missing amount; a model loaded before is not refused, since the shortage may pass."""
     machine = Machine(devices=(), available_bytes=32 * GIB)
     other = machine.planner(tmp_path)
     other.first(options)
@@ -383,7 +383,7 @@ def test_model_that_fits_nowhere_is_refused(tmp_path: Path, options: EngineOptio
 
 
 async def test_every_engine_but_the_first_is_planned_again() -> None:
-    """In a thread, from the options of the previous one; the result is what it is started with."""
+    """A thread plans it from the options of the previous one; it is started with the result."""
     given: list[EngineOptions] = []
 
     def plan_again(options: EngineOptions) -> EngineOptions:

@@ -34,7 +34,7 @@ def test_second_suspicion_isolates_and_third_loss_quarantines() -> None:
 
 
 def test_progress_between_losses_clears_a_turn() -> None:
-    """Also beside others: losses far apart have another cause."""
+    """This holds for several turns: losses far apart have another cause."""
     suspects = PoisonTurnDetector()
     suspects.lost({"a": 3})
     assert suspects.clears("a", 3 + PROVEN_TOKENS)
@@ -61,7 +61,7 @@ def test_second_external_kill_quarantines_the_turn() -> None:
 
 
 def test_ended_turn_is_dropped() -> None:
-    """However it ended, suspected or not."""
+    """Its end and its suspicion do not matter."""
     suspects = PoisonTurnDetector()
     for _ in range(2):
         suspects.lost({"a": 0, "b": 0})
@@ -72,7 +72,7 @@ def test_ended_turn_is_dropped() -> None:
 
 
 def test_suspects_are_listed() -> None:
-    """With how often each was named, and which one is isolated."""
+    """Each has the number of times it was named; the isolated one is marked."""
     suspects = PoisonTurnDetector()
     suspects.lost({"a": 0, "b": 0})
     suspects.lost({"b": 0})
@@ -81,7 +81,7 @@ def test_suspects_are_listed() -> None:
 
 @given(losses=st.lists(NAMED))
 def test_only_the_isolated_turn_is_quarantined(losses: list[dict[str, int]]) -> None:
-    """Only if it is the only one named."""
+    """It must be the only one named."""
     suspects = PoisonTurnDetector()
     for named in losses:
         on_trial = suspects.isolated

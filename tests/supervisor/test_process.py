@@ -38,7 +38,7 @@ async def test_exited_process_can_be_killed() -> None:
 
 
 async def test_process_ends_when_its_pipe_closes() -> None:
-    """Without a signal, with status 0; it knows its parent without getting its pid."""
+    """It exits without a signal, with status 0; it finds its parent without the pid."""
     messages: list[FromEngine] = []
     ready = asyncio.Event()
 

@@ -23,5 +23,5 @@ def test_threshold_of_one() -> None:
 
 @pytest.mark.parametrize("waiting", [0, 1, 10_000])
 def test_threshold_of_zero_disables_the_alarm(waiting: int) -> None:
-    """However long the queue is."""
+    """The length of the queue does not matter."""
     assert not QueueLengthAlarm(0).should_warn(waiting)

@@ -165,7 +165,7 @@ def test_turn_queued_before_the_engine_is_accepted() -> None:
 
 
 def test_turns_are_resubmitted_in_order() -> None:
-    """Those that ran and those that arrived without an engine, each from its position."""
+    """Turns that ran and turns that arrived without an engine keep their positions."""
     table, first, second = make_turns(), Engine(), Engine()
     a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table.connect(first)
@@ -206,7 +206,7 @@ def test_request_for_embeddings_ends_with_its_last_event() -> None:
 
 
 def test_one_turn_is_submitted_per_loop_iteration() -> None:
-    """In order; rendering alternates with other work, and a turn that arrived late may be among them."""
+    """They are in order; rendering alternates with other work, and a turn that arrived late may be among them."""
     soon, engine = Soon(), Engine()
     table = make_turns(soon)
     turns = [RecordingTurn(order(f"t{number}")) for number in range(50)]
@@ -292,7 +292,7 @@ def test_given_up_engine_fails_turns(*, begun: bool) -> None:
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_turns_of_a_lost_engine_are_notified_one_per_iteration(*, given_up: bool) -> None:
-    """In order, each once: it waits again, or it has ended."""
+    """They are notified in order and once: each waits again, or has ended."""
     soon, engine, told = Soon(), Engine(), list[str]()
 
     class Noting(RecordingTurn):
@@ -348,7 +348,7 @@ def test_events_before_the_notice_of_a_lost_engine() -> None:
 
 @pytest.mark.parametrize("what", ["recall", "delay"])
 def test_recalled_and_delayed_turns_are_notified_one_per_iteration(what: str) -> None:
-    """However many wait, and each once."""
+    """Each is notified once, and their number does not matter."""
     soon, told = Soon(), list[str]()
 
     class Noting(RecordingTurn):
@@ -393,7 +393,7 @@ def test_turn_that_left_the_queue_gets_no_delay() -> None:
 
 
 def test_recalled_turn_can_be_aborted() -> None:
-    """Until it is resubmitted; the daemon's end leaves it to the next."""
+    """It can be until it is resubmitted; the end of the daemon leaves it to the next one."""
     soon = Soon()
     table = make_turns(soon)
     aborted, left = RecordingTurn(order("aborted")), RecordingTurn(order("left"))
@@ -411,7 +411,7 @@ def test_recalled_turn_can_be_aborted() -> None:
 
 
 def test_turn_with_a_pending_end_gets_no_other_event() -> None:
-    """Neither an abort nor a new engine reaches it, and a new turn runs."""
+    """It gets neither an abort nor a new engine; a new turn runs."""
     soon, engine = Soon(), Engine()
     table = make_turns(soon)
     failed, late = RecordingTurn(order("failed")), RecordingTurn(order("late"))
@@ -700,7 +700,7 @@ def test_turn_being_aborted_is_not_recalled() -> None:
 
 
 def test_oversized_submission_is_refused() -> None:
-    """At the first submission, or as the turn's end if it waited."""
+    """The error is that of the submission, or the end of a turn that waited."""
 
     class Narrow(Engine):
         def send(self, message: ToEngine) -> None:
@@ -718,7 +718,7 @@ def test_oversized_submission_is_refused() -> None:
 
 
 def test_failing_listener_does_not_affect_other_turns() -> None:
-    """At an interruption and at an end."""
+    """It fails at an interruption or at an end."""
 
     class Broken(RecordingTurn):
         def on_engine_lost(self) -> None:

@@ -100,7 +100,7 @@ def test_frame_without_tokens_is_not_counted(bench: Bench) -> None:
     "last", [FINISHED, Failed(turn_id="a", code="internal", message=""), ContextFull(turn_id="a", n_tokens=9)]
 )
 def test_ended_turn_is_dropped(bench: Bench, last: TurnEvent) -> None:
-    """However it ends; if it resumes, its wait is not counted between tokens."""
+    """The way it ends does not matter; if it resumes, its wait is not counted between tokens."""
     bench.step(delta("a"), last, at_s=1.0)
     assert repr(bench.meter) == "StepMeter('demo', turns=0)"
     bench.step(delta("a"), at_s=9.0)
@@ -118,7 +118,7 @@ def test_lost_engine_leaves_no_turn_behind(bench: Bench) -> None:
 
 
 def test_decode_and_prefill_steps_are_counted_apart(bench: Bench) -> None:
-    """With their times, so that both rates are right."""
+    """Their times are counted apart, too, so that both rates are right."""
     bench.step(work=StepStats(0.5, rows=3, decode_s=0.4))
     bench.step(work=StepStats(0.25, prefill_tokens=64, prefill_s=0.2))
     assert (bench.shown("step_seconds_count"), bench.shown("step_seconds_sum")) == (2, 0.75)
@@ -162,7 +162,7 @@ def test_prompt_tokens_are_counted_by_source(bench: Bench) -> None:
 
 
 def test_step_without_work_is_not_counted(bench: Bench) -> None:
-    """For example one that only reports a queue position."""
+    """It may report only a queue position."""
     bench.step(delta("a"))
     assert bench.shown("step_seconds_count") == 0
 

@@ -223,7 +223,7 @@ async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
 
 
 async def test_hanging_engine_is_killed_at_the_stop(slow: ObservedSupervisor) -> None:
-    """After its deadlines: it can neither suspend nor exit."""
+    """It can neither suspend nor exit, and is killed after both deadlines."""
     pid = slow.supervisor.status.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -281,7 +281,7 @@ async def test_unloadable_model_is_not_tried_again(tmp_path: Path, *, daemon_end
 
 
 async def test_load_progress_is_published_and_llama_cpp_is_logged(demo_model_path: Path) -> None:
-    """In steps of a tenth; llama.cpp's messages are logged under its name."""
+    """Progress has steps of a tenth; llama.cpp's messages are logged under its name."""
     watched = ObservedSupervisor(backend="llama", model_path=str(demo_model_path), n_ctx=256)
     fractions: list[float] = []
     watched.supervisor.subscribe(lambda status: fractions.append(status.load_fraction))

@@ -151,7 +151,7 @@ async def test_failed_reading_does_not_end_the_monitoring(bench: Bench) -> None:
 
 
 async def test_cool_gpu_publishes_nothing(bench: Bench) -> None:
-    """Neither to the engine nor to clients; the metrics have the state."""
+    """Neither the engine nor clients are notified; the metrics have the state."""
     await bench.look(60.0, now=2.0)
     assert (bench.sent, bench.told, bench.looks) == ([], [], 2)
     assert bench.shown("inferencecenter_thermal_state", state="cool") == 1
@@ -159,7 +159,7 @@ async def test_cool_gpu_publishes_nothing(bench: Bench) -> None:
 
 
 async def test_heat_limits_the_engine_and_is_published(bench: Bench) -> None:
-    """Up at once and down step by step, each change once, with the reason in the log."""
+    """The state rises at once and falls in steps, each published once, with the reason in the log."""
     with capture_logs() as logs:
         await bench.look(88.0, now=2.0)
         await bench.look(88.0, now=4.0)
@@ -184,7 +184,7 @@ async def test_heat_limits_the_engine_and_is_published(bench: Bench) -> None:
 
 
 async def test_throttling_gpu_counts_as_warm(bench: Bench) -> None:
-    """Whatever its temperature."""
+    """Its temperature does not matter."""
     await bench.look(60.0, now=2.0, slowdowns=("sw_thermal", "power_cap"))
     assert bench.sent == [WARM]
     assert bench.shown("inferencecenter_thermal_state", state="warm") == 1
@@ -214,7 +214,7 @@ async def test_no_readings_without_a_ready_engine(bench: Bench, state: EngineSta
 
 
 async def test_next_engine_is_limited_at_once(bench: Bench) -> None:
-    """By its own number of slots, before the next reading."""
+    """The limit depends on its number of slots, and applies before the next reading."""
     await bench.look(88.0, now=2.0)
     bench.engine(EngineState.BACKOFF)
     bench.engine(EngineState.STARTING)
@@ -285,6 +285,6 @@ def test_limits_leave_at_least_one_slot(slots: int) -> None:
     [{"warm_c": 90.0, "hot_c": 90.0}, {"warm_c": 0.0}, {"hot_c": 151.0}, {"hysteresis_c": -1.0}, {"warm_c": 88}],
 )
 def test_inconsistent_thresholds_are_refused(wrong: dict[str, Any]) -> None:
-    """With the values, before anything starts."""
+    """The error has the values; no engine is started."""
     with pytest.raises(ValidationError):
         GpuSettings(**wrong)

@@ -154,7 +154,7 @@ async def test_abandoned_request_is_withdrawn_from_the_engine() -> None:
 
 
 async def test_errors_of_the_engine_are_passed_on() -> None:
-    """With code and message; an unknown code is internal; an oversized frame is never sent."""
+    """They keep code and message; an unknown code is internal; an oversized frame is never sent."""
 
     def refuse(message: ToEngine) -> None:
         raise FramingError("too large")

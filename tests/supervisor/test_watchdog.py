@@ -37,7 +37,7 @@ def test_no_progress_for_the_timeout_is_a_hang() -> None:
 
 
 def test_stopped_watchdog_has_no_timer() -> None:
-    """Neither before nor after; a second stop does nothing."""
+    """It has none before its start, either; a second stop has no effect."""
     clock = Clock()
     assert clock.pending == []
     clock.watch.keep(watching=True)

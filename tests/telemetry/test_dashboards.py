@@ -138,7 +138,7 @@ def test_queries_use_existing_series(query: Query, known_series: SeriesByName) -
 
 
 def test_query_check_can_fail(known_series: SeriesByName) -> None:
-    """For a name, a label, a value and a text."""
+    """It fails for a wrong name, label, value or text."""
     for expr, label in (
         ("inferencecenter_nothing", "model"),
         ('inferencecenter_slots{state="x"}', "model"),

@@ -67,7 +67,7 @@ def test_number_of_label_values_is_checked(values: tuple[str, ...]) -> None:
 
 
 def test_duplicate_name_is_refused() -> None:
-    """By the registry."""
+    """The registry refuses it."""
     registry = CollectorRegistry()
     Counts("frames", "Frames.", registry=registry)
     with pytest.raises(ValueError, match="Duplicated"):
@@ -83,7 +83,7 @@ def test_observe_with_a_count() -> None:
 
 
 def test_values_above_all_bounds_are_counted() -> None:
-    """In the infinite bucket."""
+    """They are in the infinite bucket."""
     distribution = Distribution((1, 2))
     for value in (3, math.inf):
         distribution.observe(value)

@@ -29,7 +29,7 @@ def test_long_name_is_shortened() -> None:
 @example("\udcff\ud800")
 @example("\x00\x85\u2028\u202e")
 def test_any_name_is_escaped(name: str) -> None:
-    """Both formats parse, with one series of one value."""
+    """Both formats can be parsed, and have one series with one value."""
     registry = CollectorRegistry()
     counts = Counts("turns", "Turns.", ["client"], registry=registry)
     counts.labels(label_text(name)).inc(3)
@@ -41,14 +41,14 @@ def test_any_name_is_escaped(name: str) -> None:
 
 
 def test_excess_names_become_other() -> None:
-    """As many names as allowed keep their value."""
+    """The first names, up to the limit, keep their series."""
     label = BoundedLabel(2)
     assert [label.of(name) for name in ("ada", "bob", "eve", "ada", "mallory")] == ["ada", "bob", OTHER, "ada", OTHER]
 
 
 @given(st.lists(st.text(max_size=8)))
 def test_number_of_values_is_bounded(names: list[str]) -> None:
-    """For any names in any order, and each keeps its value."""
+    """This holds for any names in any order, and each keeps its value."""
     label = BoundedLabel(3)
     first = {name: label.of(name) for name in names}
     assert len(set(first.values())) <= 4

@@ -52,7 +52,7 @@ def log_lines(n_lines: int = 1, **values: object) -> None:
 
 
 def test_log_file_gets_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON, from all loggers, and nothing to the terminal; only the owner may read it."""
+    """Lines of all loggers are JSON; the terminal gets none, and only the owner may read the file."""
     path = tmp_path / "daemon.log"
     logs.apply(LogSettings(file=path))
     log_lines(4, token="ic_k3x9_" + "Zq-8_s" * 7, text="ü\n")
@@ -182,7 +182,7 @@ def test_failed_rotation_keeps_writing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_concurrent_lines_stay_whole(tmp_path: Path) -> None:
-    """Also during a rotation."""
+    """They stay whole during a rotation."""
     path = tmp_path / "daemon.log"
     logs.configure(stream=LogFile(path, max_bytes=4000, backups=1000))  # type: ignore[arg-type]
     threads = [threading.Thread(target=log_lines, args=(100,)) for _ in range(4)]

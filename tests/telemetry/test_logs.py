@@ -80,7 +80,7 @@ def test_format_can_be_set() -> None:
 
 @pytest.mark.parametrize("name", ["uvicorn.error", "asyncio", "anything.else"])
 def test_standard_loggers_use_the_same_format(name: str) -> None:
-    """With the logger's name and the formatted message."""
+    """A line has the logger's name and the formatted message."""
     stream = io.StringIO()
     logs.configure(stream=stream)
     logging.getLogger(name).warning("port %d", 3000)
@@ -101,7 +101,7 @@ def test_level_applies_to_both_kinds_of_logger() -> None:
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])
 def test_secrets_are_redacted(log_format: logs.LogFormat) -> None:
-    """Under a revealing key, inside text, in an exception and in a library's record."""
+    """They are under a revealing key, inside text, in an exception and in a library's record."""
     stream = io.StringIO()
     logs.configure(log_format=log_format, stream=stream)
     log = structlog.get_logger("x")
@@ -138,7 +138,7 @@ def test_exception_is_one_json_line() -> None:
 
 
 def test_python_warnings_are_logged() -> None:
-    """Not written to the bare stream."""
+    """They are not written to the bare stream."""
     stream = io.StringIO()
     logs.configure(stream=stream)
     with warnings.catch_warnings():

@@ -33,7 +33,7 @@ async def test_lag_of_a_running_loop_is_observed() -> None:
 
 
 async def test_idle_loop_is_not_measured() -> None:
-    """Until an activity wakes it."""
+    """An activity wakes the monitor."""
     asked, idle, lag_s = threading.Event(), True, Distribution(BOUNDS_S)
 
     def is_idle() -> bool:
@@ -87,7 +87,7 @@ class Blocking(float):
 
 
 async def test_blocked_loop_is_logged() -> None:
-    """With its task and the innermost line of the package."""
+    """The log has its task and the innermost line of the package."""
     with capture_logs() as logs:
         monitor = Seen(Distribution(BOUNDS_S))
         async with monitor:

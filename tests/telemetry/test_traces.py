@@ -122,7 +122,7 @@ def test_turns_have_separate_traces() -> None:
 
 
 def test_client_span_is_the_parent() -> None:
-    """At any sampling ratio."""
+    """The sampling ratio does not matter."""
     world = make_recorder(ratio=0.0)
     trace = world.traces.begin(SAMPLED)
     trace.add_stages((Spent("queue", 100.0, 101.0),))
@@ -135,7 +135,7 @@ def test_client_span_is_the_parent() -> None:
 
 @pytest.mark.parametrize(("ratio", "parent"), [(1.0, UNSAMPLED), (0.0, None)])
 def test_unsampled_turns_are_not_recorded(ratio: float, parent: str | None) -> None:
-    """By the client's flag, else by the ratio."""
+    """The client's flag decides, else the ratio."""
     world = make_recorder(ratio)
     trace = world.traces.begin(parent)
     assert not trace.wanted
@@ -153,7 +153,7 @@ def test_sampling_ratio() -> None:
 
 
 def test_failed_turn_has_an_error_status() -> None:
-    """With its code, and without its message."""
+    """It has its code, but not its message."""
     world = make_recorder()
     world.traces.begin(None).end({}, error="engine_crashed")
     turn = world.spans["turn"]
@@ -162,7 +162,7 @@ def test_failed_turn_has_an_error_status() -> None:
 
 
 def test_incidents_are_span_events() -> None:
-    """With time and figures."""
+    """They have a time and figures."""
     world = make_recorder()
     trace = world.traces.begin(None)
     world.clock.second = 102.0
@@ -294,7 +294,7 @@ def test_missing_package_fails_the_start(monkeypatch: pytest.MonkeyPatch, missin
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
 def test_collector_receives_the_trace(path: str) -> None:
-    """As protobuf over HTTP, with the configured headers."""
+    """The request is protobuf over HTTP with the configured headers."""
     with Collector() as collector:
         made = traces.open_traces(
             settings(otlp_endpoint=collector.address + path, otlp_headers={"X-Key": SecretStr("hunter2")})

@@ -168,7 +168,7 @@ async def test_no_limit_is_written_in_either_language(
 
 
 async def test_storage_of_an_account_is_limited(browser: Browser, echo: Daemon) -> None:
-    """With the daemon's refusal at the field; an empty field selects the daemon's setting."""
+    """The daemon's refusal is shown at the field; an empty field selects the daemon's setting."""
     await asyncio.to_thread(command_line, echo, "token", "create", "storing")
     async with signed_in(browser, echo) as visit:
         entry = await manage(visit, "storing")
@@ -269,7 +269,7 @@ async def test_page_goes_on_with_its_own_replaced_token(browser: Browser, echo: 
 
 
 async def test_model_is_downloaded_and_deleted(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
-    """With progress and cancel; deletion needs the typed name. Each step is in the audit log."""
+    """The page shows progress and can cancel; deletion needs the typed name. The audit log has each step."""
     content = await asyncio.to_thread(demo_model_path.read_bytes)
     repo = {"tiny-Q8_0.gguf": StubFile(content)}
     with serving(StubHub(repos={"ada/tiny": repo})) as hub:
@@ -367,7 +367,7 @@ def _limit(daemon: Daemon, token_id: str, number: int) -> None:
 
 
 async def test_usage_of_all_accounts_is_shown(browser: Browser, echo: Daemon) -> None:
-    """By day and by account, also for one of them."""
+    """It is shown by day and by account, or for one account."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "user-of-tokens")
     async with connect_client(echo, made["token"]) as client, signed_in(browser, echo) as visit:
         session = await client.create()
@@ -414,7 +414,7 @@ READY = {
 async def test_administration_meets_the_accessibility_rules(
     browser: Browser, echo: Daemon, device: str, theme: Literal["light", "dark"]
 ) -> None:
-    """In each tab axe finds nothing serious or critical, all fits, and touch targets are large."""
+    """On each tab axe finds no serious or critical problem, everything fits, and touch targets are large."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", f"axe-{device}-{theme}")
     found: dict[str, list[str]] = {}
     async with signed_in(browser, echo, color_scheme=theme, **DEVICES[device]) as visit:

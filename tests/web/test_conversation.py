@@ -58,7 +58,7 @@ async def test_stop(browser: Browser, daemon: Daemon) -> None:
 
 
 async def test_edited_question_replaces_the_turn(browser: Browser, daemon: Daemon) -> None:
-    """Later turns are removed, in the page and the daemon."""
+    """The page and the daemon remove later turns."""
     async with signed_in(browser, daemon) as visit:
         for count, question in enumerate(("My name is Ada.", "Count from 1 to 3.", "Count from 1 to 4."), start=1):
             await visit.ask(question)

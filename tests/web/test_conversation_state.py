@@ -24,7 +24,7 @@ LONG = "Many words. " * 400
 
 
 async def test_answering_and_unread_follow_events(browser: Browser, echo: Daemon) -> None:
-    """Of a conversation in the background, without reading the list again; unread survives a reload."""
+    """A conversation in the background is marked without another read of the list; unread survives a reload."""
     async with signed_in(browser, echo) as visit:
         await visit.ask(LONG)
         await expect(visit.answers.first).to_contain_text("Many words. Many")
@@ -72,7 +72,7 @@ async def test_settings_that_apply_are_shown_and_cleared(browser: Browser, echo:
 
 
 async def test_focus_returns_where_it_was(browser: Browser, echo: Daemon) -> None:
-    """After Esc in the settings, in the editor and in the list of a phone, and after Regenerate."""
+    """It does after Esc in the settings, the editor and a phone's list, and after Regenerate."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("Hello.")
         await visit.answered()
@@ -133,7 +133,7 @@ async def test_context_meter(browser: Browser, tmp_path_factory: pytest.TempPath
 
 
 async def test_long_question_is_folded(browser: Browser, echo: Daemon) -> None:
-    """Until all of it is asked for; a short one is not."""
+    """A button unfolds it; a short one is not folded."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("line\n" * 40)
         await visit.answered()
@@ -160,7 +160,7 @@ async def test_text_has_its_own_direction(browser: Browser, echo: Daemon) -> Non
 
 
 async def test_speed_survives_a_reload(browser: Browser, echo: Daemon) -> None:
-    """And the time to the first token."""
+    """The time to the first token does, too."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("How fast is this?")
         outcome = (await visit.answered()).locator(".outcome")
@@ -184,7 +184,7 @@ async def test_detached_page_does_not_offer_to_stop(browser: Browser, echo: Daem
 
 
 async def test_too_long_prompt_is_explained(browser: Browser, echo: Daemon) -> None:
-    """In the page's words, with both sizes."""
+    """The page has its own words for it, with both sizes."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("word " * 4000)
         problem = visit.answers.first.get_by_role("alert")

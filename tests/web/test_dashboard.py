@@ -194,7 +194,7 @@ async def test_dashboard_of_a_real_daemon(browser: Browser, daemon: Daemon) -> N
 
 
 async def test_dashboard_shows_the_past(browser: Browser, echo: Daemon) -> None:
-    """Of before the page was opened: by model and client, as charts and as a table, for a chosen time."""
+    """It shows the time before the page was opened, by model and client, as charts or a table, for a chosen range."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("Hello")
         await visit.answered()

@@ -43,7 +43,7 @@ async def test_formulas_are_drawn(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_copied_formulas_are_their_source(browser: Browser, echo: Daemon) -> None:
-    """In a selection, and in the copy of the whole answer."""
+    """They are in a copied selection and in a copy of the whole answer."""
     async with signed_in(browser, echo, permissions=["clipboard-read", "clipboard-write"]) as visit:
         await visit.ask(ANSWER)
         answer = await visit.answered()
@@ -59,7 +59,7 @@ async def test_copied_formulas_are_their_source(browser: Browser, echo: Daemon) 
 
 
 async def test_formula_that_cannot_be_drawn_shows_its_source(browser: Browser, echo: Daemon) -> None:
-    """With the reason; so does an incomplete one."""
+    """The reason is shown; an incomplete formula is handled alike."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("Wrong: \\(\\frac{1}{\\), too deep: \\(" + "{" * 60 + "}" * 60 + "\\).\n\n\\[ open\n- x")
         answer = await visit.answered()

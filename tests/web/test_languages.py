@@ -41,7 +41,7 @@ def test_first_available_language_is_chosen(wanted: list[str], found: list[str])
 
 
 def test_texts_have_plurals_and_numbers() -> None:
-    """As English has them, where there is no browser."""
+    """Without a browser they are those of English."""
     body = """return [
       t("outcome.tokens", { n: 1 }), t("outcome.tokens", { n: 1234 }), number(0.5, 2),
       known("ending", "length") ?? null, known("ending", "other") ?? null, rich("message.called", { name: [1] }),
@@ -62,7 +62,7 @@ def test_loaded_part_adds_its_texts() -> None:
 
 @pytest.mark.parametrize("language", ["en", "de"])
 def test_every_audit_event_has_a_text(language: str) -> None:
-    """And no text is of another event."""
+    """No text is without an event."""
     source = (TEXTS / language / "admin.js").read_text(encoding="utf-8")
     assert sorted(re.findall(r'"audit_event\.(\w+)": "', source)) == sorted(AuditEvent)
 
@@ -102,7 +102,7 @@ SERVERS: Final = re.compile(r"\(set\)|n_gpu_layers|\bset by\b")
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_browsers_language_is_used(browser: Browser, echo: Daemon) -> None:
-    """Only its texts are loaded; numbers are as its variant has them."""
+    """Only its texts are loaded; numbers have the format of its variant."""
     async with visiting(browser, origin_of(echo), **GERMAN) as visit:
         texts: list[str] = []
         visit.page.on("request", lambda request: texts.extend(re.findall(r"/texts/(.+)\.js", request.url)))
@@ -183,7 +183,7 @@ async def _check(page: Any, view: str) -> None:
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_choice_of_language_is_kept(browser: Browser, echo: Daemon) -> None:
-    """In the settings; the page is loaded again with it, and drafts stay."""
+    """The settings have it; the page reloads with it, and drafts stay."""
     async with signed_in(browser, echo) as visit:
         await visit.composer.fill("A draft")
         await visit.button("Conversation settings").click()

@@ -53,7 +53,7 @@ async def test_sign_in_with_the_printed_link(browser: Browser, echo: Daemon) -> 
 
 
 async def test_sign_in_with_a_link_in_an_open_tab(browser: Browser, echo: Daemon) -> None:
-    """Where only the fragment changes, also when signed in."""
+    """Only the fragment changes; the tab may be signed in already."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "latecomer")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.go("")
@@ -84,7 +84,7 @@ async def test_wrong_token_is_refused(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_revoked_token_returns_to_the_form(browser: Browser, echo: Daemon) -> None:
-    """With the reason."""
+    """The form shows the reason."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "guest")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in(made["token"])

@@ -91,7 +91,7 @@ async def compare(browser: Browser, echo: Daemon, stories: list[Story]) -> None:
 
 
 async def test_incremental_rendering_equals_complete(browser: Browser, echo: Daemon) -> None:
-    """However an answer is split."""
+    """An answer may be split at any place."""
     chance = random.Random(9)
     texts = ["\n".join(chance.choices(PIECES, k=chance.randrange(1, 9))).replace("\r\n", "\n") for _ in range(150)]
     await compare(browser, echo, [story(chance, text) for text in texts])

@@ -53,7 +53,7 @@ async def choose_weather(visit: Visit) -> None:
 
 
 async def test_servers_and_their_tools_are_shown(browser: Browser, tooled: Daemon) -> None:
-    """In the settings, with what cannot be used and why; the choice is a chip and is kept over a reload."""
+    """The settings show which cannot be used, and why; the choice is a chip and survives a reload."""
     async with signed_in(browser, tooled) as visit:
         await visit.button("Conversation settings").click()
         drawer = visit.page.get_by_role("complementary", name="Conversation settings")
@@ -148,7 +148,7 @@ async def test_stopped_call_can_be_answered_by_hand(browser: Browser, tooled: Da
 async def test_kill_in_mid_call_is_shown(
     browser: Browser, tmp_path_factory: pytest.TempPathFactory, server: int, calls: CallFile
 ) -> None:
-    """After a kill -9 of the daemon the page says that the result is unknown, and runs nothing by itself."""
+    """After a kill -9 of the daemon the page shows an unknown result, and runs the call only on request."""
     folder = tmp_path_factory.mktemp("killed")
     before = calls.count("slow began")
     with mcp_daemon(folder, declared(server)) as daemon:

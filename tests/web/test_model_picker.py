@@ -117,7 +117,7 @@ async def test_model_of_an_open_conversation(browser: Browser, house: Daemon) ->
 
 
 async def test_attached_files_are_counted_for_the_model(browser: Browser, house: Daemon) -> None:
-    """Again when it changes, in a new chat and in an open conversation; a reload alone counts nothing again."""
+    """They are counted again when it changes, in a new chat or an open conversation, but not after a reload."""
     counted: list[str] = []
 
     async def count(route: Route) -> None:

@@ -64,7 +64,7 @@ async def test_caches_of_other_versions_are_dropped(browser: Browser, echo: Daem
 
 
 async def test_page_says_that_it_is_offline(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
-    """In the user's language, and tries again; only files of the page are cached, of this version."""
+    """It does so in the user's language, and retries; only files of the page, of this version, are cached."""
     with run_daemon(tmp_path / "state", demo_model_path, **ECHO) as daemon:
         async with visiting(browser, origin_of(daemon), locale="de-DE") as visit:
             await visit.go(f"#token={daemon.admin_token}")

@@ -52,7 +52,7 @@ def log_frames(when: str, spent: list[float]) -> None:
 
 
 async def test_first_paint_is_small(browser: Browser, echo: Daemon) -> None:
-    """With an empty cache, and next to nothing with a full one."""
+    """The cache is empty; with a full one hardly any bytes are loaded."""
     async with visiting(browser, origin_of(echo)) as visit:
         session = await visit.page.context.new_cdp_session(visit.page)
         received: list[float] = []
@@ -188,7 +188,7 @@ CODE = "".join(CODE_LINE.format(number) for number in range(3500)) + '"""\n' + "
 
 
 async def test_long_code_is_highlighted_in_view(browser: Browser, echo: Daemon) -> None:
-    """Of 200 KB only what is shown is laid out and highlighted; a selection has all of it."""
+    """Of 200 KB only the visible part is laid out and highlighted; a selection has all of it."""
     text = f"Here:\n\n```python\n{CODE}```\n\nDone."
     stored = {**STORED, "transcript": [{"role": "user", "content": "Go."}, {"role": "assistant", "content": text}]}
     stub = Stub(answers={"resume_session": lambda asked: stored})

@@ -53,7 +53,7 @@ def test_unknown_host_memory() -> None:
 
 
 def test_cpu_plan() -> None:
-    """With the plan's reason, or the setting; nothing is said where there is a GPU."""
+    """It shows the plan's reason, or the setting; with a GPU it shows neither."""
     set_so = plan(reasons=[{"name": "n_gpu_layers", "value": "0 of 29", "why": "set", "explicit": True}])
     words = "Everything is on the CPU: "
     assert divided(plan(), "processorInWords(input)") == f"{words}llama.cpp can use no GPU."
@@ -78,7 +78,7 @@ def test_outdated_plan_is_marked(values: dict[str, Any], words: str) -> None:
 
 
 def test_settings_of_a_plan() -> None:
-    """In readable form."""
+    """They are shown in readable form."""
     assert divided(plan(device(0), device(1)), "settingsOf(input).map(([, text]) => text)") == [
         "8", "f16 keys, q8_0 values", "2,048 tokens, 512 at once", "on", "2, divided by layers",
     ]  # fmt: skip

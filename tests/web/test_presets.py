@@ -71,7 +71,7 @@ async def test_preset_follows_the_account(browser: Browser, echo: Daemon) -> Non
 
 
 async def test_prompt_is_inserted_and_filled_in(browser: Browser, echo: Daemon) -> None:
-    """With a slash and by keyboard alone; what is to be filled in is selected in turn, and then Tab leaves."""
+    """A slash and the keyboard suffice; placeholders are selected in turn, and then Tab leaves the field."""
     async with signed_in(browser, echo) as visit:
         await visit.composer.press_sequentially("/a")
         await expect(visit.composer).to_have_value("/a")
@@ -117,7 +117,7 @@ async def test_prompts_open_by_their_button(browser: Browser, echo: Daemon) -> N
 
 
 async def test_export_has_the_presets(browser: Browser, echo: Daemon) -> None:
-    """And an import brings them back."""
+    """An import restores them."""
     prompt = {"preset_type": "prompt", "name": "Letter", "text": "Dear {{person}},"}
     async with connect_client(echo) as client:
         await client.ask(op="save_preset", preset=prompt)

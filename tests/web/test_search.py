@@ -36,7 +36,7 @@ async def converse(visit: Visit, *questions: str) -> None:
 
 
 async def test_messages_are_found_and_opened_at_their_turn(browser: Browser, echo: Daemon) -> None:
-    """With the text around the words, as text, and the turn in view; titles are listed as before."""
+    """The text around the words is shown as text, and the turn is in view; titles are listed as before."""
     filler = "\n\n".join(["A paragraph of a long answer."] * 30)
     questions = [f"Turn {n} {'narwhal' if n == 1 else ''} {filler}" for n in range(MOST_TURNS)]
     async with signed_in(browser, echo) as visit:
@@ -86,7 +86,7 @@ async def test_results_are_reached_by_keyboard_and_on_a_phone(browser: Browser, 
 
 
 async def test_pages_of_results_follow(browser: Browser, echo: Daemon) -> None:
-    """With a button, as long as there are some."""
+    """A button loads them as long as there are some."""
     async with connect_client(echo) as client:
         for n in range(N_RESULTS):
             made = await client.ask(op="create_session", metadata={"title": f"Chat {n}"})

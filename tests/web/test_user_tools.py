@@ -94,7 +94,7 @@ async def test_defined_tool_is_called_and_answered(browser: Browser, scripted: D
 
 
 async def test_wrong_definitions_are_explained(browser: Browser, scripted: Daemon) -> None:
-    """At the field, which has the focus; nothing is lost, and nothing is saved."""
+    """The field with the error has the focus; the input stays, and nothing is saved."""
     wrong = {
         ("two words", ""): ("Name of the tool", "letters, digits"),
         ("", ""): ("Name of the tool", "letters, digits"),
@@ -156,7 +156,7 @@ async def test_tools_belong_to_their_conversation(browser: Browser, scripted: Da
 
 
 async def test_tool_of_a_server_does_not_run_for_one_of_the_user(browser: Browser, scripted: Daemon) -> None:
-    """Both have the name; the call is answered by hand."""
+    """Both have the same name; the call is answered by hand."""
     async with signed_in(browser, scripted) as visit:
         await visit.button("Conversation settings").click()
         await define(visit, "get_weather", json.dumps(SCHEMA))

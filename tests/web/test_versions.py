@@ -55,7 +55,7 @@ async def test_versions_of_a_turn_are_found_from_each() -> None:
 
 
 async def test_edit_and_regenerate_keep_the_version_before(browser: Browser, echo: Daemon) -> None:
-    """With the messages after it; the list has one entry, whose title follows its first question."""
+    """Later messages are kept with it; the list has one entry, whose title follows its first question."""
     async with signed_in(browser, echo) as visit:
         versions = visit.page.get_by_role("group", name="Versions")
         await visit.ask("First question.")

@@ -27,7 +27,7 @@ RECOGNITION = """window.SpeechRecognition = class {
 
 
 async def test_speech_becomes_text(browser: Browser, echo: Daemon) -> None:
-    """Only after the user allowed it, knowing that the browser may send the audio elsewhere."""
+    """The user must allow it first, knowing that the browser may send the audio elsewhere."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.page.add_init_script(RECOGNITION)
         await visit.go(f"#token={echo.admin_token}")
@@ -47,7 +47,7 @@ async def test_speech_becomes_text(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_browser_without_recognition_offers_none(browser: Browser, echo: Daemon) -> None:
-    """Neither the button nor the setting."""
+    """It has neither the button nor the setting."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.page.add_init_script("delete window.SpeechRecognition; delete window.webkitSpeechRecognition")
         await visit.go(f"#token={echo.admin_token}")
