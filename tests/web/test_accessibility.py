@@ -83,6 +83,20 @@ async def test_pages_meet_the_accessibility_rules(
         await expect(visit.answers.last).to_contain_text("Thank you")
         found["a conversation"] = await barriers(visit)
         await fits(visit)
+        await visit.page.locator(".fact-model").click()
+        await expect(visit.page.get_by_role("listbox", name="Model")).to_be_focused()
+        found["the models of a conversation"] = await barriers(visit)
+        await visit.page.keyboard.press("Escape")
+        await visit.page.keyboard.press("Control+/")
+        await expect(visit.page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+        found["shortcuts"] = await barriers(visit)
+        await visit.page.keyboard.press("Escape")
+        await visit.page.keyboard.press("Control+k")
+        await visit.page.get_by_role("searchbox").fill("hash")
+        await expect(visit.page.locator(".found").first).to_be_visible()
+        found["search"] = await barriers(visit)
+        await visit.page.get_by_role("searchbox").fill("")
+        await visit.page.keyboard.press("Escape")
         await visit.button("Conversation settings").click()
         await expect(visit.page.get_by_label("Temperature", exact=True)).to_be_attached()
         found["its settings"] = await barriers(visit)
@@ -133,6 +147,24 @@ async def test_phone_layout(browser: Browser, echo: Daemon) -> None:
         await visit.page.go_back()
         assert visit.session_id() == edited
         await expect(visit.answers.last).to_contain_text("again")
+
+
+async def test_dialog_closes_before_the_list(browser: Browser, echo: Daemon) -> None:
+    """Escape in a question of the list answers it; the list stays open, with the focus where it was."""
+    await fill_session(echo)
+    async with signed_in(browser, echo, **DEVICES["phone"]) as visit:
+        await visit.button("Conversations").tap()
+        entry = visit.conversation("Some of everything").first
+        await entry.press("Delete")
+        dialog = visit.page.get_by_role("dialog", name="Delete this conversation?")
+        await expect(dialog).to_be_visible()
+        await visit.page.keyboard.press("Escape")
+        await expect(dialog).to_have_count(0)
+        await expect(entry).to_be_focused()
+        await expect(entry).to_be_in_viewport()
+        await visit.page.keyboard.press("Escape")
+        await expect(entry).not_to_be_in_viewport()
+        await expect(visit.button("Conversations")).to_be_focused()
 
 
 SMALL = """() => [...document.querySelectorAll("button, summary, select, input:not([type=range], [type=checkbox])")]

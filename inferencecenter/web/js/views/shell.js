@@ -22,7 +22,8 @@ export function Shell() {
   useEffect(() => {
     if (!listed) return undefined;
     const keys = (/** @type {KeyboardEvent} */ event) => {
-      if (event.key === "Escape") close();
+      // In a dialog it closes that only.
+      if (event.key === "Escape" && !document.querySelector("dialog[open]")) close();
     };
     addEventListener("keydown", keys);
     /** @type {HTMLElement | null} */ (document.querySelector(".sidebar .new-chat"))?.focus();
