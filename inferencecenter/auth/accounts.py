@@ -34,7 +34,7 @@ from inferencecenter.sessions.context import AccountLimits
 
 if TYPE_CHECKING:
     import sqlite3
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from inferencecenter.auth.account import ClientInfo, StaticClient, TokenInfo
@@ -310,11 +310,12 @@ class Accounts:
         """Return the clients of ``clients.toml``."""
         return [client.account for client in self._static.values()]
 
-    def limits(self) -> dict[tuple[str, str], AccessLimits]:
-        """Return the limits of all tokens, by client and token id; an API key has the empty token id."""
+    def limits(self, wanted: Collection[tuple[str, str]]) -> dict[tuple[str, str], AccessLimits]:
+        """Return the limits of those tokens that exist, by client and token id; an API key has the empty token id."""
         with self._file.reading() as database:
-            found = accounts_db.read_limits(database)
-        return found | {(client_id, ""): client.account.limits for client_id, client in self._static.items()}
+            found = accounts_db.read_limits(database, wanted)
+        keys = {key: self._static.get(key[0]) for key in wanted if not key[1]}
+        return found | {key: client.account.limits for key, client in keys.items() if client is not None}
 
     def limit_token(self, token_id: str, limits: AccessLimits, *, by: AuditActor | None = None) -> bool:
         """Set a token's own limits; ``False`` if there is no such token."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.auth.account import ClientInfo, TokenInfo
@@ -17,7 +18,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.sqlite_file import DamagedFileError, FileIdentity, FileMovedError, is_damage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from inferencecenter.core.sqlite_file import Steps
@@ -185,21 +186,25 @@ def limits_to_json(limits: AccessLimits) -> str:
     return limits.model_dump_json(include=set(limits.given()))
 
 
+@lru_cache(maxsize=4096)
 def limits_from_json(text: str) -> AccessLimits:
     return AccessLimits.model_validate_json(text)
 
 
-def read_limits(database: sqlite3.Connection) -> dict[tuple[str, str], AccessLimits]:
-    """Return the limits of all tokens, by client and token id; clients have the empty token id."""
-    clients = {
-        client_id: limits_from_json(text)
-        for client_id, text in database.execute("SELECT client_id, limits FROM clients")
-    }
-    tokens = database.execute("SELECT client_id, token_id, limits FROM tokens").fetchall()
-    found = {
-        (client_id, token_id): limits_from_json(text).over(clients[client_id]) for client_id, token_id, text in tokens
-    }
-    return found | {(client_id, ""): limits for client_id, limits in clients.items()}
+def read_limits(database: sqlite3.Connection, wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], AccessLimits]:
+    """Return the limits of the wanted tokens that exist, by client and token id; clients have the empty token id."""
+    found: dict[tuple[str, str], AccessLimits] = {}
+    for client_id, token_id in wanted:
+        row = database.execute(
+            "SELECT c.limits, t.limits FROM clients c"
+            " LEFT JOIN tokens t ON t.token_id = ?2 AND t.client_id = c.client_id WHERE c.client_id = ?1",
+            (client_id, token_id),
+        ).fetchone()
+        if row is None or (token_id and row[1] is None):
+            continue
+        own = limits_from_json(row[0])
+        found[client_id, token_id] = limits_from_json(row[1]).over(own) if token_id else own
+    return found
 
 
 def client_from_row(row: tuple[Any, ...]) -> ClientInfo:

@@ -266,8 +266,8 @@ class AccessQuotas:
 
     def of(self, client_id: str, token_id: str) -> AccessQuota:
         """Return a quota, created from the accounts at the first use."""
-        known = self._known(client_id, token_id)
-        return known or self._make(client_id, token_id, self._accounts.limits().get((client_id, token_id), NO_LIMITS))
+        key = client_id, token_id
+        return self._known(*key) or self._make(*key, self._accounts.limits((key,)).get(key, NO_LIMITS))
 
     def admit(self, account: Account) -> AccessQuota:
         """Return the quota of a newly authenticated account, with that account's limits."""
@@ -285,7 +285,7 @@ class AccessQuotas:
 
     def restore_usage(self, used: Mapping[tuple[str, str], int]) -> None:
         """Add today's usage from before this daemon was started, by client and token id."""
-        own = self._accounts.limits()
+        own = self._accounts.limits(used.keys())
         for key, n_tokens in used.items():
             quota = self._known(*key) or self._make(*key, own.get(key, NO_LIMITS))
             quota.restore_usage(n_tokens)
@@ -298,7 +298,7 @@ class AccessQuotas:
         Raises:
             InferenceCenterError: ``storage_unavailable``; then nothing changes.
         """
-        own = self._accounts.limits()
+        own = self._accounts.limits(self._own_limits.keys())
         self._defaults = self._defaults if defaults is None else defaults
         for client_id, quotas in self._quotas.items():
             for token_id in quotas:

@@ -15,6 +15,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import orjson
@@ -115,6 +116,16 @@ class LoadHistory:
         if stats.ttft_ms > 0:
             counts["first_tokens"][slot] += 1
             counts["ttft_ms"][slot] += stats.ttft_ms
+
+    def forget(self, client_id: str) -> None:
+        """Count the work of a deleted client to the rest."""
+        for owner in [each for each in self._series if each[1] == client_id]:
+            counts = self._series.pop(owner)
+            del self._last_work[owner]
+            rest = self._series.setdefault((None, None), _counts())
+            for name, values in counts.items():
+                rest[name] = array("f", map(add, rest[name], values))
+            self._last_work[None, None] = self._latest
 
     def window(self, *, range_s: int, resolution_s: int, client_id: str | None, by: GroupBy) -> LoadWindow:
         """Return the last ``range_s`` seconds.
@@ -219,9 +230,13 @@ class LoadHistory:
             owner = (None, None)
             found = self._series.get(owner)
         if found is None:
-            found = self._series[owner] = {name: array("f", bytes(4 * STEPS)) for name in _COUNTS}
+            found = self._series[owner] = _counts()
         self._last_work[owner] = self._latest
         return found
+
+
+def _counts() -> dict[str, array[float]]:
+    return {name: array("f", bytes(4 * STEPS)) for name in _COUNTS}
 
 
 def _unread() -> array[float]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.auth import accounts_db
 from inferencecenter.auth.account import Account
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.quotas import BUSY_RETRY_MS, SWEEP_FROM, AccessQuota, AccessQuotas
@@ -278,3 +279,29 @@ def test_addresses_match_networks(address: str) -> None:
     limits = AccessLimits(addresses=("192.0.2.0/24", "2001:db8::/32"))
     assert limits.allows_address(address) == (address in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1"))
     assert NO_LIMITS.allows_address(address)
+
+
+def test_only_limits_in_use_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are reread on the event loop, so the cost does not depend on the number of accounts."""
+    parsed: list[str] = []
+    parse = accounts_db.limits_from_json
+
+    def note(text: str) -> AccessLimits:
+        parsed.append(text)
+        return parse(text)
+
+    with closing(Accounts.open(tmp_path / "accounts.sqlite3", clock=Time().unix)) as accounts:
+        for n in range(50):
+            limits = AccessLimits(concurrent_turns=n + 1)
+            accounts.create_client(f"c{n}", max_sessions=1, priority="normal", limits=limits)
+        token = accounts.create_token("c7", limits=AccessLimits(requests_per_minute=3)).token_id
+        quotas = AccessQuotas(accounts, clock=Time().unix, monotonic=Time().monotonic)
+        monkeypatch.setattr(accounts_db, "limits_from_json", note)
+        found = [quotas.of("c7", token_id).limits for token_id in (token, "", "missing")]
+        assert [(each.requests_per_minute, each.concurrent_turns) for each in found] == [
+            (3, 8),
+            (None, 8),
+            (None, None),
+        ]
+        quotas.reload()
+        assert len(parsed) == 6

@@ -72,6 +72,20 @@ def last(
     return history.window(range_s=steps * width * STEP_S, resolution_s=width * STEP_S, client_id=client, by=by)
 
 
+def test_work_of_a_deleted_client_is_part_of_the_rest() -> None:
+    """Its name is gone, also from what is written to disk, and the sums are as before."""
+    history = LoadHistory(clock=Clock())
+    for client in ("ada", "ada", "eve"):
+        history.turn_ended(turn(client=client))
+    history.turn_ended(turn("n", "ada"))
+    history.forget("ada")
+    assert b"ada" not in history.dump()
+    series = {name: columns["turns"][-1] for name, columns in last(history, by="client").series}
+    assert series == {"eve": 1, None: 3}
+    history.turn_ended(turn(client="ada"))
+    assert dict(last(history, client="ada").series)["m"]["turns"][-1] == 1
+
+
 def test_readings_are_means_of_a_minute() -> None:
     """Minutes without a sample have none; a reading that is missing has none either."""
     clock = Clock()

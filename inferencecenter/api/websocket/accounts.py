@@ -153,8 +153,10 @@ def delete_account(connection: Connection, request: requests.DeleteAccount) -> N
         # A token that was created meanwhile may have a socket, and that a session.
         context.tokens_changed()
         context.sessions.set_limits({name: AccountLimits(context.account_defaults.default_max_sessions, None, None)})
-        if deletes and context.sessions.holds_any(name):
-            await context.purge("client", name)
+        if deletes:
+            context.history.forget(name)
+            if context.sessions.holds_any(name):
+                await context.purge("client", name)
         return events.AccountDeleted(client_id=name, sessions=request.sessions, revoked_tokens=n_revoked)
 
     connection.answer_later(request, delete)
