@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import regex
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 _UNIMPLEMENTED: Final = frozenset(
     (
@@ -63,7 +63,6 @@ _SCHEMA: Final = frozenset(("items", "additionalItems", "additionalProperties"))
 _SCHEMAS: Final = frozenset(("items", "prefixItems", "allOf", "anyOf", "oneOf"))
 _NAMED_SCHEMAS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _NESTING: Final = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS
-_LISTS: Final = frozenset(("enum", "required", "anyOf", "oneOf", "allOf", "prefixItems"))
 _COUNTS: Final = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
 _NUMBERS: Final = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 _CONCERNS: Final[Mapping[str, str]] = {
@@ -75,9 +74,6 @@ _CONCERNS: Final[Mapping[str, str]] = {
 """The type of value that a keyword is about; llguidance ignores it in schemas of other types."""
 _EXCLUSIVE: Final = frozenset(("exclusiveMinimum", "exclusiveMaximum"))
 """Limits that are true or false in draft 4, which OpenAPI 3.0 took over."""
-_TEXTS: Final = frozenset(("pattern", "format", "$ref"))
-_EMPTY: Final = frozenset(("required", "prefixItems", "allOf"))
-"""Lists that demand nothing if they are empty; an empty list of another keyword allows nothing."""
 _DIALECTS: Final = re.compile(r"https?://json-schema\.org/(?:draft-0[4-7]|draft/(?:2019-09|2020-12))/schema#?")
 # Rust's regular expressions have no look-around and no backreferences, llguidance's no word boundaries.
 _IRREGULAR: Final = re.compile(r"\\\\|\\[1-9kbBZGc]|\(\?(?:<?[=!]|>)|\(\?P=")
@@ -186,10 +182,13 @@ class _SchemaReader:
         """Return whether a grammar can enforce a keyword."""
         if isinstance(value, bool) and key in _EXCLUSIVE:
             return isinstance(self._root, dict) and "draft-04" in str(self._root.get("$schema"))
-        if not _concerns(key, schema):
-            return True
-        if key in _UNIMPLEMENTED or not _is_well_formed(key, value):
-            return False
+        is_well_formed = _WELL_FORMED.get(key)
+        if is_well_formed is None:
+            return key not in _UNIMPLEMENTED
+        return (is_well_formed(value) and self._enforces(key, value, schema)) or not _concerns(key, schema)
+
+    def _enforces(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+        """Return whether a grammar can enforce a keyword with a well-formed value."""
         match key:
             case "format":
                 supported = value in _FORMATS or not _may_be_text(schema)
@@ -197,8 +196,6 @@ class _SchemaReader:
                 supported = _compiles(value, self._budget)
             case "minProperties" | "maxProperties":
                 supported = _are_all_required(schema) or (key == "minProperties" and value == 0)
-            case "type":
-                supported = _are_types(value)
             case "$ref":
                 supported = self._resolves(value)
             case _:
@@ -261,24 +258,60 @@ def _concerns(key: str, schema: Mapping[str, Any]) -> bool:
     return key not in _CONCERNS or not _are_types(schema.get("type")) or _CONCERNS[key] in _kinds(schema)
 
 
-def _is_well_formed(key: str, value: Any) -> bool:
-    """Return whether the value of a keyword has the type that JSON Schema demands."""
-    if key in _LISTS:
-        well_formed = isinstance(value, list) and (bool(value) or key in _EMPTY)
-    elif key in _SCHEMA:
-        well_formed = isinstance(value, dict | bool) or (key == "items" and isinstance(value, list))
-    elif key in ("properties", "patternProperties"):
-        well_formed = isinstance(value, dict)
-    elif key in _COUNTS:
-        well_formed = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    elif key in _NUMBERS:
-        well_formed = isinstance(value, int | float) and not isinstance(value, bool)
-        well_formed = well_formed and (key != "multipleOf" or value != 0)
-    elif key in _TEXTS:
-        well_formed = isinstance(value, str)
-    else:
-        return True
-    return well_formed and (key != "required" or all(map(_is_text, value)))
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_filled_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_schema(value: object) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_schema_or_list(value: object) -> bool:
+    return isinstance(value, dict | bool | list)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_divisor(value: object) -> bool:
+    return _is_number(value) and value != 0
+
+
+_WELL_FORMED: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "type": _are_types,
+    "required": _is_list_of_texts,
+    "items": _is_schema_or_list,
+    "multipleOf": _is_divisor,
+    **dict.fromkeys(("enum", "anyOf", "oneOf"), _is_filled_list),
+    **dict.fromkeys(("allOf", "prefixItems"), _is_list),
+    **dict.fromkeys(("properties", "patternProperties"), _is_object),
+    **dict.fromkeys(("additionalItems", "additionalProperties"), _is_schema),
+    **dict.fromkeys(_COUNTS, _is_count),
+    **dict.fromkeys(_NUMBERS - {"multipleOf"}, _is_number),
+    **dict.fromkeys(("pattern", "format", "$ref"), _is_text),
+}
+"""What the value of a keyword must be; an empty list of options would allow nothing."""
 
 
 def _add_any_of(schema: dict[str, Any], options: list[Any]) -> None:
@@ -286,10 +319,6 @@ def _add_any_of(schema: dict[str, Any], options: list[Any]) -> None:
         schema["anyOf"] = options
     else:
         schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": options}]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _are_all_required(schema: Mapping[str, Any]) -> bool:
