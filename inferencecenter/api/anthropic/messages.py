@@ -103,6 +103,7 @@ BILLING_HEADER: Final = "x-anthropic-billing-header:"
 _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "json_schema": "output_config.format",
+        "prefix": "messages",
         "params.max_tokens": "max_tokens",
         "params.temperature": "temperature",
         "params.top_p": "top_p",

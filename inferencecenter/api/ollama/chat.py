@@ -188,6 +188,7 @@ _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "params.max_tokens": "options.num_predict",
         "params.n_probs": "top_logprobs",
         "json_schema": "format",
+        "prefix": "messages",
         "thinking": "think",
         "infill": "suffix",
     }

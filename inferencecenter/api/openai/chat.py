@@ -245,6 +245,7 @@ def probability(entry: TokenLogprobs | TokenProbability) -> dict[str, Any]:
 
 OPENAI_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "prefix": "messages",
         "thinking": "reasoning_effort",
         "priority": "service_tier",
         "params.max_tokens": "max_tokens",
