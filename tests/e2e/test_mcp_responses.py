@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -252,3 +254,31 @@ def test_killed_call_is_not_repeated(tmp_path: Path, server: int, calls: CallFil
         assert "its result is unknown" in str(call.error)
         assert answered.output_text == "It is not known."
     assert calls.count("slow began") == before + 1
+
+
+_LATE = """
+import json, os, sys, time
+info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+for line in sys.stdin:
+    message = json.loads(line)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    if "id" in message:
+        result = info if message["method"] == "initialize" else {"tools": []}
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+"""
+
+
+def test_session_may_be_archived_while_tools_are_listed(tmp_path: Path) -> None:
+    """The response continues it anyway."""
+    go = tmp_path / "go"
+    late = {"command": sys.executable, "args": ["-c", _LATE, str(go)], "scope": "user", "connect_timeout_s": 60}
+    with mcp_daemon(tmp_path, {"late": late}) as daemon, openai_client(daemon) as openai:
+        first = openai.responses.create(input="Hi")
+        tool: Any = {"type": "mcp", "server_label": "late"}
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(openai.responses.create, input="Again", previous_response_id=first.id, tools=[tool])
+            while not daemon.metric("archived_sessions"):
+                openai.responses.create(input="Hi")
+            go.touch()
+            assert second.result().output_text == "Hello."

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from inferencecenter.api.body import invalid_field
-from inferencecenter.api.responses.request_mapping import conversation_of, previous_note
+from inferencecenter.api.responses.request_mapping import conversation_of, load_context, previous_note
 from inferencecenter.api.responses.request_schemas import (
     CreateResponse,
     McpPart,
@@ -190,6 +190,7 @@ async def _approved(
     if request.previous_response_id is None:
         raise invalid_field("input", "mcp_approval_response requires previous_response_id: that response has the call")
     client, sessions = request_context.client, context.sessions
+    await load_context(context, client, request)  # it may have been archived while the tools were listed
     conversation_of(context, client, request)  # it refuses a response that cannot be continued
     place = read_response_id(request.previous_response_id)
     answer = sessions.get_turn(client, *place).answer
@@ -209,6 +210,7 @@ async def _result_of(
     context: ServerContext, request_context: RequestContext, place: ResponseRef, call: ToolCall, tool: McpToolName
 ) -> _Result:
     """Return the result of an approved call, which runs unless it has one or its outcome is unknown."""
+    await context.load_session(request_context.client, place.session_id)  # an earlier call may have taken long
     session = context.sessions.snapshot(request_context.client, place.session_id)
     n_before = next((mark.n_messages for mark in session.history.turns if mark.turn_id == place.turn_id), 0)
     following = takewhile(lambda message: message.role == "tool", session.history.messages[n_before:])

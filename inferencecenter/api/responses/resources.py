@@ -107,6 +107,7 @@ async def count_input_tokens(call: Call) -> Reply:
     request: CreateResponse = call.body
     await load_context(call.context, call.caller.client, request)
     request, _ = await with_mcp_tools(call.context, call.request_context, request, run=False)
+    await load_context(call.context, call.caller.client, request)
     messages = conversation_of(call.context, call.caller.client, request)
     if not messages:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "input is missing", field="input")
@@ -346,6 +347,7 @@ async def _prepare(call: Call, request: CreateResponse) -> PreparedTurn:
     await load_context(call.context, call.caller.client, request)
     request, added = await with_mcp_tools(call.context, call.request_context, request)
     compacted, warnings = await compacted_input(call.context, call.request_context, request)
+    await load_context(call.context, call.caller.client, request)  # it may have been archived meanwhile
     return prepare_turn(
         call.context,
         call.caller.client,

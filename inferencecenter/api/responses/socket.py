@@ -356,6 +356,7 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         with self._failures_sent(stream), suppress(ClientDisconnectedError):
             request, added = await with_mcp_tools(self.context, request_context, queued.request)
             compacted, warnings = await compacted_input(self.context, request_context, request)
+            await load_context(self.context, request_context.client, request)  # it may have been archived meanwhile
             if not self.closed:
                 prepared = replace(queued, request=request)
                 more = (*added.warnings, *warnings)
