@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import anyio
 import httpx2
@@ -27,6 +26,7 @@ from mcp import ClientSession, MCPError
 from mcp import types as mcp_types
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
+from pydantic import Field
 
 from inferencecenter import __version__
 from inferencecenter.core.errors import reason_of
@@ -49,6 +49,9 @@ MAX_TOOLS: Final = 128
 MAX_LIST_BYTES: Final = 512 * 1024
 """Maximum size of their descriptions and schemas."""
 MAX_DESCRIPTION_CHARS: Final = 4096
+MAX_STRUCTURE: Final = 40_000
+"""Maximum number of lists, objects and fields of a message, which is parsed on the event loop."""
+_MAX_PARTS: Final = 1024
 _MAX_PAGES: Final = 16
 _MAX_REASON_CHARS: Final = 400
 _ENVELOPE_BYTES: Final = 64 * 1024
@@ -70,6 +73,10 @@ _NOT_RUN: Final = (mcp_types.INVALID_REQUEST, mcp_types.METHOD_NOT_FOUND, mcp_ty
 # These loggers include URLs and message contents.
 for _name in ("mcp", "httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
+
+
+class _CallResult(mcp_types.CallToolResult):
+    content: Annotated[list[mcp_types.ContentBlock], Field(max_length=_MAX_PARTS, fail_fast=True)]
 
 
 class _Delivery:
@@ -167,7 +174,7 @@ class McpConnection:
         """
         params = mcp_types.CallToolRequestParams(name=name, arguments=dict(arguments))
         # Not ``call_tool`` of the session, which validates the result against the server's schema on this thread.
-        result = await self._request(mcp_types.CallToolRequest(params=params), mcp_types.CallToolResult)
+        result = await self._request(mcp_types.CallToolRequest(params=params), _CallResult)
         return ToolResult(_cut(_text_of(result), self._settings.max_result_bytes), bool(result.is_error))
 
     async def _request(self, request: Any, kind: Any) -> Any:
@@ -287,7 +294,7 @@ def _headers(settings: McpServerSettings) -> dict[str, str]:
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Refuses compressed responses and long ones; in event streams each event is bounded instead.
+    """Refuses compressed responses, long and dense ones; in event streams each event is bounded instead.
 
     The package reopens an event stream that ended as fast as the server tells it to, so GETs have a minimum interval.
 
@@ -313,7 +320,7 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
             raise
         is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
         assert isinstance(response.stream, httpx2.AsyncByteStream)
-        response.stream = _BoundedStream(response.stream, math.inf if is_stream else self._max_bytes, self._closed)
+        response.stream = _BoundedStream(response.stream, self._max_bytes, is_stream=is_stream, closed=self._closed)
         if response.headers.get("content-encoding", "identity") != "identity":
             await response.aclose()
             raise httpx2.ReadError("the response is compressed")
@@ -348,16 +355,25 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: httpx2.AsyncByteStream, max_bytes: float, closed: Callable[[], None]) -> None:
+    """A response of which each message is bounded: the whole body, or an event."""
+
+    def __init__(
+        self, stream: httpx2.AsyncByteStream, max_bytes: int, *, is_stream: bool, closed: Callable[[], None]
+    ) -> None:
         self._stream = stream
         self._max_bytes = max_bytes
+        self._is_stream = is_stream
         self._closed: Callable[[], None] | None = closed
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        n_bytes = 0
+        message = b""
         async for chunk in self._stream:
-            n_bytes += len(chunk)
-            if n_bytes > self._max_bytes:
+            message += chunk
+            if self._is_stream:
+                for end in (b"\n\n", b"\r\n\r\n"):
+                    at = message.rfind(end, max(0, len(message) - len(chunk) - len(end)))
+                    message = message[at + len(end) :] if at >= 0 else message
+            if len(message) > self._max_bytes or is_dense(message):
                 raise httpx2.StreamError("the response is too long")
             yield chunk
 
@@ -488,7 +504,9 @@ async def _stdio_streams(
     async def read() -> None:
         with contextlib.suppress(ValueError, ConnectionError, anyio.BrokenResourceError):
             async with arrived:
-                while line := await stdout.readline():  # an overlong or invalid line ends the connection
+                while line := await stdout.readline():  # an overlong, dense or invalid line ends the connection
+                    if is_dense(line):
+                        break
                     message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     await arrived.send(SessionMessage(message))
         on_end()
@@ -532,6 +550,18 @@ def _environment(settings: McpServerSettings) -> dict[str, str]:
     names = (*_PASSED, *settings.env_passed)
     own = {name: value.get_secret_value() for name, value in settings.env.items()}
     return {name: os.environ[name] for name in names if name in os.environ} | own
+
+
+def is_dense(message: bytes) -> bool:
+    """Return whether a message has more than ``MAX_STRUCTURE`` lists, objects and fields outside of its strings."""
+    if _n_structure(message) <= MAX_STRUCTURE:
+        return False
+    bare = message.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return bare.count(b'"') > 16 * MAX_STRUCTURE or _n_structure(b"".join(bare.split(b'"')[::2])) > MAX_STRUCTURE
+
+
+def _n_structure(text: bytes) -> int:
+    return sum(map(text.count, (b"[", b"{", b":")))
 
 
 def _json(value: object) -> bytes | None:

@@ -14,7 +14,7 @@ import pytest
 
 from inferencecenter.config.sections import McpServerSettings
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.mcp.connection import MAX_TOOLS, McpConnection
+from inferencecenter.mcp.connection import MAX_STRUCTURE, MAX_TOOLS, McpConnection, is_dense
 from inferencecenter.mcp.gateway import McpLostError, McpRefusedError, McpUnreachableError
 from tests.mcp.server import CallFile, serve
 
@@ -333,6 +333,48 @@ async def test_event_stream_is_reopened_at_intervals(monkeypatch: pytest.MonkeyP
         while seen["get"] < 4:
             await sleep(0.001)
         assert len([wait_s for wait_s in waits if wait_s > 0]) >= 3
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("n_parts", "is_read"), [(1000, True), (1100, False), (30_000, False)])
+async def test_number_of_parts_is_bounded(is_stream: bool, n_parts: int, is_read: bool) -> None:
+    """A short message may take long to parse, which happens on the event loop; marks in texts do not count."""
+    seen: list[int] = []
+
+    def answer(request: dict[str, Any], _headers: dict[str, str]) -> Answer:
+        if request["method"] != "tools/call":
+            return ordinary(request)
+        content = [{"type": "text", "text": ""}] * (n_parts - 1) + [{"type": "text", "text": '{"[":1}' * 20_000}]
+        status, fields, body = reply(request, {"content": content})
+        seen.append(n_parts)
+        if not is_stream:
+            return status, fields, body
+        return status, {"Content-Type": "text/event-stream"}, b"data: " + body + b"\n\n"
+
+    async with scripted_server(answer) as port, connected(port) as connection:
+        await connection.open()
+        if is_read:
+            assert (await connection.call_tool("x", {})).text.count("[") > 5000
+        else:
+            with pytest.raises(McpLostError):
+                await connection.call_tool("x", {})
+        assert seen == [n_parts]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (b'{"a":' * 30_000, True),
+        (b"[" * (MAX_STRUCTURE + 1), True),
+        (b"[" * MAX_STRUCTURE, False),
+        (b'["' + b"{" * 100_000 + b'"]', False),
+        (b'["' + b'\\"{:' * 100_000 + b'"]', False),
+        (b'["' + b"\\\\" * 100_000 + b'",' + b"[" * 50_000, True),
+    ],
+)
+def test_structure_is_counted_outside_of_strings(message: bytes, expected: bool) -> None:
+    """Whatever the strings contain."""
+    assert is_dense(message) is expected
 
 
 async def test_parts_that_are_no_text_are_named() -> None:
