@@ -116,3 +116,21 @@ async def test_known_list_is_read_by_what_changed(browser: Browser, echo: Daemon
         await visit.page.get_by_role("searchbox").fill("conversation 5000")
         await expect(items).to_have_count(0)
         assert shelf.requests[1:3] == [("recent", WINDOW), ("oldest", 1000)]
+
+
+async def test_list_is_one_stop_of_the_tab_key(browser: Browser, echo: Daemon) -> None:
+    """Tab reaches one conversation with its actions, then what follows the list; the arrow keys reach the others."""
+    async with visiting(browser, origin_of(echo)) as visit:
+        await opened(visit, Shelf())
+        keyboard = visit.page.keyboard
+        await visit.page.get_by_role("searchbox").focus()
+        await keyboard.press("Tab")
+        await expect(visit.conversation("Conversation 0")).to_be_focused()
+        await keyboard.press("ArrowDown")
+        await keyboard.press("ArrowDown")
+        await expect(visit.conversation("Conversation 2")).to_be_focused()
+        for action in ("Rename Conversation 2", "Delete Conversation 2", "Chat"):
+            await keyboard.press("Tab")
+            await expect(visit.button(action)).to_be_focused()
+        await keyboard.press("Shift+Tab")
+        await expect(visit.conversation("Conversation 2")).to_be_focused()

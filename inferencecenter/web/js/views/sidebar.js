@@ -39,9 +39,13 @@ export function focusSearch() {
 export function Sidebar({ open, onClose }) {
   const [filter, setFilter] = useState("");
   const [count, setCount] = useState(WINDOW);
+  const [focused, setFocused] = useState("");
   const list = sessions.value;
   const wanted = filter.trim().toLowerCase();
   const found = withoutVersions(list ?? []).filter((each) => titleOf(each).toLowerCase().includes(wanted));
+  const listed = found.slice(0, count);
+  const shown = rootOf(list, current.value?.id.value ?? "");
+  const stop = listed.find(isOf(focused)) ?? listed.find(isOf(shown)) ?? listed[0];
   const type = (/** @type {any} */ event) => {
     setFilter(event.target.value);
     setCount(WINDOW);
@@ -63,15 +67,15 @@ export function Sidebar({ open, onClose }) {
       </button>
       <input type="search" class="filter" placeholder=${t("list.search")} title=${t("keys.search")} aria-label=${t("list.search_label")}
         value=${filter} onInput=${type} />
-      <div class="sidebar-list" onKeyDown=${moveFocus}>
+      <div class="sidebar-list" onKeyDown=${moveFocus} onFocusIn=${(/** @type {any} */ event) => setFocused(event.target.closest(".item")?.dataset.id ?? "")}>
         ${list === null && html`<p class="hint">${t("notice.loading")}</p>`}
         ${list?.length === 0 && html`<p class="hint">${t("list.empty")}</p>`}
-        ${byAge(found.slice(0, count), Date.now()).map(
+        ${byAge(listed, Date.now()).map(
           ([age, group]) => html`
             <${Fragment} key=${age}>
               <h2>${age}</h2>
               <ul>
-                ${group.map((each) => html`<${Item} key=${each.session_id} summary=${each} onClose=${onClose} />`)}
+                ${group.map((each) => html`<${Item} key=${each.session_id} summary=${each} isStop=${each === stop} onClose=${onClose} />`)}
               </ul>
             <//>
           `,
@@ -97,12 +101,18 @@ function More({ onReach }) {
   return html`<div class="more" ref=${ref}></div>`;
 }
 
-/** @param {{summary: Summary, onClose: () => void}} props */
-function Item({ summary, onClose }) {
+/** @param {string} id */
+function isOf(id) {
+  return (/** @type {Summary} */ { session_id: own }) => own === id;
+}
+
+/** @param {{summary: Summary, isStop: boolean, onClose: () => void}} props  Whether Tab stops here; the arrow keys reach the others. */
+function Item({ summary, isStop, onClose }) {
   const [doing, setDoing] = useState(/** @type {"" | "renaming" | "deleting"} */ (""));
   const ref = useRef(/** @type {HTMLButtonElement | null} */ (null));
   const id = summary.session_id;
   const title = titleOf(summary);
+  const tabIndex = isStop ? 0 : -1;
   const shown = view.value === "chat" ? (current.value?.id.value ?? null) : null;
   const versions = versionsOf(sessions.value, id);
   const selected = shown !== null && rootOf(sessions.value, shown) === rootOf(sessions.value, id);
@@ -124,17 +134,17 @@ function Item({ summary, onClose }) {
     return html`<li><${Rename} title=${title} onDone=${done} onSave=${(/** @type {string} */ to) => rename(id, to)} /></li>`;
   }
   return html`
-    <li class="item" data-selected=${selected} data-unread=${isUnread}>
-      <button type="button" class="item-open" ref=${ref} aria-current=${selected ? "page" : undefined} title=${title}
+    <li class="item" data-id=${id} data-selected=${selected} data-unread=${isUnread}>
+      <button type="button" class="item-open" ref=${ref} tabindex=${tabIndex} aria-current=${selected ? "page" : undefined} title=${title}
         onClick=${select} onKeyDown=${keys}>
         ${busy && html`<span class="dot" role="img" aria-label=${t("list.answering")}></span>`}
         ${isUnread && html`<span class="dot" data-still role="img" aria-label=${t("list.unread")}></span>`}
         <span class="item-title" dir="auto">${title}</span>
       </button>
       <span class="item-actions">
-        <button type="button" class="icon-button" aria-label=${t("list.rename", { title })} title=${t("list.rename_title")}
+        <button type="button" class="icon-button" tabindex=${tabIndex} aria-label=${t("list.rename", { title })} title=${t("list.rename_title")}
           onClick=${() => setDoing("renaming")}><${Icon} name="edit" /></button>
-        <button type="button" class="icon-button" aria-label=${t("list.delete_one", { title })} title=${t("list.delete")}
+        <button type="button" class="icon-button" tabindex=${tabIndex} aria-label=${t("list.delete_one", { title })} title=${t("list.delete")}
           onClick=${() => setDoing("deleting")}><${Icon} name="trash" /></button>
       </span>
       ${doing === "deleting" &&
