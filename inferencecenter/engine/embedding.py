@@ -21,12 +21,11 @@ import numpy as np
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.engine.backend import EmbeddingError
+from inferencecenter.engine.fair_workers import Job, JobCancelledError
 from inferencecenter.engine.loop import CommandLoop, LoopGauges, wrong_kind
 from inferencecenter.engine.output_processor import failed, failure_of
 from inferencecenter.engine.tokenization import (
     ROOM_BYTES,
-    Job,
-    JobCancelledError,
     TextsTokenized,
     TokenizationFailed,
     no_room,

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.process_limits import limit_cpu, limit_memory, resident_bytes
+from inferencecenter.engine.fair_workers import JobCancelledError
 from inferencecenter.engine.sampling.constraint import VocabularyNames, compiled, tokenizer_of
-from inferencecenter.engine.tokenization import JobCancelledError
 from inferencecenter.ipc.messages import Grammar
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.executor import Executor, stats_of
+from inferencecenter.engine.fair_workers import FairWorkers
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.inbox import FrontDisconnected, ReceivedCommand, StepThrottle
 from inferencecenter.engine.kv_cache.tiers import KvUsage
@@ -30,7 +31,6 @@ from inferencecenter.engine.output_processor import failed, never_ran
 from inferencecenter.engine.scheduler.plan import RestoreSlot
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.tokenization import (
-    FairWorkers,
     GrammarReady,
     PreparationResult,
     TextsTokenized,

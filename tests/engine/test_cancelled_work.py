@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from inferencecenter.engine import tokenization
+from inferencecenter.engine.fair_workers import JobCancelledError
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.grammar_sandbox import GrammarSandbox
 from inferencecenter.engine.scheduler.placement import Match
-from inferencecenter.engine.tokenization import JobCancelledError
 from inferencecenter.ipc.messages import (
     AbortTurn,
     CancelLookup,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.tokenization import FairWorkers, Job, JobCancelledError
+from inferencecenter.engine.fair_workers import FairWorkers, Job, JobCancelledError
 from tests.engine.kv_cache.harness import ManualWorker
 
 if TYPE_CHECKING:

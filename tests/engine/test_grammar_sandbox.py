@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.engine.fair_workers import JobCancelledError
 from inferencecenter.engine.grammar_sandbox import GrammarSandbox
 from inferencecenter.engine.sampling.constraint import VocabularyNames
-from inferencecenter.engine.tokenization import JobCancelledError
 from inferencecenter.ipc.messages import Grammar
 
 if TYPE_CHECKING:
