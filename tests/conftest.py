@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 import inferencecenter
 import inferencecenter.engine.llama  # tests that import the bindings find the libraries by it
 from tests.leftovers import leftovers
-from tests.prefork import close_template
+from tests.prefork import close_template, install
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -47,10 +47,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write bytecode to pytest's cache if none may be written beside the code.
+    """Have programs forked, and write bytecode to pytest's cache if none may be written beside the code.
 
-    It is for this process, the other workers, and the hundreds of processes that tests start. Each would compile every
-    module again, and pytest rewrite every assertion.
+    The bytecode is for this process, the other workers, and the hundreds of processes that tests start. Each would
+    compile every module again, and pytest rewrite every assertion.
     """
     cache = config.cache if config.pluginmanager.hasplugin("cacheprovider") else None
     if sys.dont_write_bytecode and cache is not None:
@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.pycache_prefix = str(cache.mkdir("bytecode"))
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    install()
 
 
 def pytest_unconfigure() -> None:

@@ -1,33 +1,115 @@
-"""Starts daemons as forks of a process that has imported the package: ``fork_program``.
+"""Starts this project's programs as forks of a process that has imported it.
 
-A daemon takes most of a second of CPU time to import, and the tests start many. So each worker of a run has a template
-process (``python -m tests.prefork FD``), which imports once and forks for each start. A fork then has the arguments,
-the environment and the output of ``python -m MODULE`` and runs that module to its end; from there on it is an ordinary
-daemon, whose engine is a process of its own. Tests of the start itself run ``python -m`` (``tests/service``).
+A daemon takes most of a second of CPU time to import, an engine a third, and the tests start many of both. So each
+worker of a run has a template process (``python -m tests.prefork FD``), which imports once and forks for each start.
+``install`` makes ``subprocess`` do this for ``python -m MODULE`` with a module of this project; other programs are
+executed. A fork has the arguments, descriptors, environment and parent of the executed program and runs the module to
+its end. A forked daemon forks its first engine itself, while it has one thread; it executes the others. Tests of the
+start itself start ``python -c`` (``tests/service``).
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-_PRELOADED: Final = ("inferencecenter.cli.app", "inferencecenter.cli.serve", "inferencecenter.daemon")
+_ROOT: Final = Path(__file__).parents[1]
+_PYTHON: Final = [sys.executable, "-m"]
+_PACKAGES: Final = ("inferencecenter", "benchmarks", "tests", "http")
+_PRELOADED: Final = (
+    "inferencecenter.cli.app",
+    "inferencecenter.cli.serve",
+    "inferencecenter.daemon",
+    "inferencecenter.engine.__main__",
+    "inferencecenter.engine.grammar_sandbox",
+    "inferencecenter.sessions.prompt.template_worker",
+    "benchmarks.load",
+)
+_MODULE: Final = "tests.prefork"
+_NEUTRAL: Final[dict[str, object]] = {
+    "preexec_fn": None,
+    "close_fds": True,
+    "shell": False,
+    "gid": None,
+    "gids": None,
+    "uid": None,
+    "umask": -1,
+    "start_new_session": False,
+    "process_group": -1,
+}
+"""What a fork does not do; a start with other values is executed."""
+_READ_AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _MESSAGE_BYTES: Final = 2**20
+_ABOVE: Final = 512
+"""Received descriptors are moved above this number, to free those that they become."""
+_COMMAND_LINE_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A module to run: its arguments, environment and directory, and the numbers that its descriptors get."""
+
+    module: str
+    arguments: list[str]
+    env: dict[str, str]
+    cwd: str
+    fds: list[int]
+
+    def run(self, given: Sequence[int]) -> int:
+        """Run the module in this fork with the descriptors ``given``; return the exit status."""
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE) for fd in given]
+        os.closerange(3, _ABOVE)
+        for source, target in zip(moved, self.fds, strict=True):
+            os.dup2(source, target)
+        os.closerange(_ABOVE, max(moved) + 1)
+        os.chdir(self.cwd)
+        os.environ.clear()
+        os.environ.update(self.env)
+        sys.argv[:] = [self.module, *self.arguments]
+        _set_command_line([sys.executable, "-m", self.module, *self.arguments])
+        for name in (self.module, f"{self.module}.__main__"):  # it runs as ``__main__``, and is not imported
+            sys.modules.pop(name, None)
+        try:
+            runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            if isinstance(ended.code, str):
+                sys.stderr.write(f"{ended.code}\n")
+            return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException:  # noqa: BLE001 - what the interpreter does at its end
+            traceback.print_exc()
+            return 1
+        return 0
+
+
+def _set_command_line(command: Sequence[str]) -> None:
+    """Write this process's ``/proc/self/cmdline``, in which tests find engines."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    data = "\0".join([*command, ""]).encode()[: end - start - 1]
+    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
 class _Template:
@@ -35,13 +117,15 @@ class _Template:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._prctl = ctypes.CDLL(None).prctl
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.prefork", str(theirs.fileno())],
+                [sys.executable, "-m", _MODULE, str(theirs.fileno()), " " * _COMMAND_LINE_BYTES],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                cwd=Path(__file__).parents[1],
+                cwd=_ROOT,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would not be in a fork
                 pass_fds=(theirs.fileno(),),
             )
 
@@ -50,14 +134,37 @@ class _Template:
         self._socket.close()
         self._process.wait()
 
-    def ask(self, question: Mapping[str, Any], *, fds: Sequence[int] = ()) -> int:
-        """Send a request, and return the number that answers it."""
+    def start(self, program: _Program, given: Sequence[int]) -> int:
+        """Fork a program and return its process id.
+
+        The template's child, which forks it and ends, leaves it to this process, the nearest subreaper.
+        """
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(question).encode()], fds)
-            return int(self._socket.recv(_MESSAGE_BYTES))
+            self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                socket.send_fds(self._socket, [json.dumps(asdict(program)).encode()], given)
+                return int(self._socket.recv(_MESSAGE_BYTES))
+            finally:
+                self._prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 _templates: list[_Template] = []
+
+
+def _start_by_template(program: _Program, given: Sequence[int]) -> int:
+    if not _templates:
+        _templates.append(_Template())
+    return _templates[0].start(program, given)
+
+
+def _start_by_fork(program: _Program, given: Sequence[int]) -> int:
+    """Fork this process, which has imported the program."""
+    if (pid := os.fork()) == 0:
+        status = program.run(given)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return pid
 
 
 def close_template() -> None:
@@ -66,93 +173,102 @@ def close_template() -> None:
         _templates.pop().close()
 
 
-class ForkedProcess(subprocess.Popen[bytes]):
-    """A process that the template has forked; the template is its parent, and reaps it when its status is read."""
-
-    def __init__(self, module: str, arguments: Sequence[str], *, env: Mapping[str, str], output: int) -> None:
-        self._child_created = False  # for the base class's destructor: there is nothing to reap
-        self.returncode = None
-        if not _templates:
-            _templates.append(_Template())
-        self._template = _templates[0]
-        self.args = [module, *arguments]
-        self.pid = self._template.ask({"run": self.args, "env": dict(env), "cwd": str(Path.cwd())}, fds=(output,))
-        self._ended = os.pidfd_open(self.pid)
-
-    def __del__(self) -> None:
-        """Close the descriptor of a process whose end was not awaited."""
-        if getattr(self, "returncode", 0) is None and hasattr(self, "_ended"):
-            os.close(self._ended)
-
-    def poll(self) -> int | None:
-        """Return the exit status, ``None`` while the process runs."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not ended in time.
-        """
-        if self.returncode is None:
-            polled = select.poll()
-            polled.register(self._ended, select.POLLIN)
-            if not polled.poll(None if timeout is None else timeout * 1000):
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode = self._template.ask({"reap": self.pid})
-            os.close(self._ended)
-        return self.returncode
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            signal.pidfd_send_signal(self._ended, sig)
+_execute: Final = vars(subprocess.Popen)["_execute_child"]
+_signature: Final = inspect.signature(_execute)
 
 
-def fork_program(module: str, *arguments: str, env: Mapping[str, str], output: int) -> ForkedProcess:
+def install(start: Callable[[_Program, Sequence[int]], int] = _start_by_template) -> None:
+    """Have ``subprocess`` start this project's programs by ``start``."""
+
+    def execute_child(popen: subprocess.Popen[Any], *arguments: Any) -> None:
+        asked = _signature.bind(popen, *arguments).arguments
+        if (program := _program(asked)) is None or (start is _start_by_fork and not _single_threaded()):
+            _execute(popen, *arguments)
+            return
+        ours = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+        given = [number if fd == -1 else fd for number, fd in enumerate(ours)]
+        pid = start(program, [*given, *sorted(asked["pass_fds"])])
+        vars(popen).update(pid=pid, _child_created=True)
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        vars(subprocess.Popen)["_close_pipe_fds"](popen, *(asked[name] for name in pipes))
+
+    setattr(subprocess.Popen, "_execute_child", execute_child)  # noqa: B010 - it has no type
+
+
+def _program(asked: Mapping[str, Any]) -> _Program | None:
+    """Return the program of a start, ``None`` if it has to be executed."""
+    if any(asked[name] != value for name, value in _NEUTRAL.items()):
+        return None
+    command, env = asked["args"], dict(os.environ if asked["env"] is None else asked["env"])
+    if not isinstance(command, list | tuple) or asked["executable"] is not None:
+        return None
+    words = [os.fspath(word) for word in command]
+    if len(words) < 3 or words[:2] != _PYTHON or not all(isinstance(word, str) for word in words):
+        return None
+    module = words[2]
+    if module == _MODULE or module.partition(".")[0] not in _PACKAGES:
+        return None
+    if _read_at_exec(env) != _read_at_exec(os.environ):
+        return None
+    fds = [0, 1, 2, *sorted(asked["pass_fds"])]
+    return _Program(module, words[3:], env, os.fspath(asked["cwd"] or Path.cwd()), fds)
+
+
+def _read_at_exec(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that take effect only when a program is executed."""
+    found = {name: value for name, value in env.items() if name.startswith(_READ_AT_EXEC)}
+    if found.get("PYTHONPATH") == str(_ROOT):
+        del found["PYTHONPATH"]
+    return found
+
+
+def _single_threaded() -> bool:
+    return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def fork_program(module: str, *arguments: str, env: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
     """Run a module as ``python -m`` does, with standard output and error to the descriptor ``output``."""
-    return ForkedProcess(module, arguments, env=env, output=output)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=env,
+    )
 
 
-def _serve(asked: socket.socket) -> dict[str, Any]:
+def _serve(asked: socket.socket) -> tuple[_Program, list[int]]:
     """Answer requests until the worker ends; return only in a fork, with what it is to run."""
     while True:
-        data, fds, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 1)
+        data, fds, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, _ABOVE // 2)
         if not data:
             os._exit(0)
-        question: dict[str, Any] = json.loads(data)
-        if "reap" in question:
-            _, status = os.waitpid(question["reap"], 0)
-            asked.send(str(os.waitstatus_to_exitcode(status)).encode())
-            continue
-        (output,) = fds
-        if (pid := os.fork()) == 0:
-            asked.close()
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.close(output)
-            return question
-        os.close(output)
-        asked.send(str(pid).encode())
+        told, telling = os.pipe()
+        if (between := os.fork()) == 0:
+            parent = os.getpid()
+            if (pid := os.fork()) != 0:
+                os.write(telling, str(pid).encode())
+                os._exit(0)
+            while os.getppid() == parent:  # a program may have itself killed with its parent
+                time.sleep(0.0005)
+            return _Program(**json.loads(data)), fds
+        os.waitpid(between, 0)
+        asked.send(os.read(told, 32))
+        for fd in (told, telling, *fds):
+            os.close(fd)
 
 
-def _main() -> None:
+def _main() -> int:
     gc.disable()
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has only one thread"
-    question = _serve(socket.socket(fileno=int(sys.argv[1])))
-    os.chdir(question["cwd"])
-    os.environ.clear()
-    os.environ.update(question["env"])
-    module, *arguments = question["run"]
-    sys.argv[:] = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert _single_threaded(), "a fork has only one thread"
+    install(_start_by_fork)
+    program, fds = _serve(socket.socket(fileno=int(sys.argv[1])))
+    return program.run(fds)
 
 
 if __name__ == "__main__":
-    _main()
+    sys.exit(_main())

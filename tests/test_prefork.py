@@ -12,17 +12,17 @@ import pytest
 from inferencecenter import __version__
 from tests.e2e.harness import free_port
 from tests.leftovers import leftovers
-from tests.prefork import ForkedProcess, fork_program
+from tests.prefork import fork_program
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> ForkedProcess:
+def server(tmp_path: Path) -> subprocess.Popen[bytes]:
     """A process that runs until it gets a signal."""
     with (tmp_path / "log").open("wb") as output:
-        process = fork_program("http.server", str(free_port()), env={}, output=output.fileno())
+        process = fork_program("http.server", str(free_port()), env=os.environ, output=output.fileno())
     leftovers.callback(process.wait)
     leftovers.callback(process.kill)
     return process
@@ -46,14 +46,14 @@ def test_environment_is_the_given_one(tmp_path: Path) -> None:
     """Each process has its own."""
     for port in ("4711", "4712"):
         log = tmp_path / port
-        given = {"HOME": str(tmp_path), "INFERENCECENTER_SERVER__PORT": port}
+        given = {**os.environ, "HOME": str(tmp_path), "INFERENCECENTER_SERVER__PORT": port}
         with log.open("wb") as output:
             process = fork_program("inferencecenter", "config", "show", env=given, output=output.fileno())
         assert process.wait(60) == 0
         assert port in log.read_text()
 
 
-def test_running_process_has_no_status(server: ForkedProcess) -> None:
+def test_running_process_has_no_status(server: subprocess.Popen[bytes]) -> None:
     """A wait with a timeout ends."""
     with pytest.raises(subprocess.TimeoutExpired):
         server.wait(0.01)
@@ -61,7 +61,7 @@ def test_running_process_has_no_status(server: ForkedProcess) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_signal_ends_the_process(server: ForkedProcess, sent: signal.Signals) -> None:
+def test_signal_ends_the_process(server: subprocess.Popen[bytes], sent: signal.Signals) -> None:
     """The status names it; later signals are ignored."""
     server.send_signal(sent)
     assert server.wait(60) == -sent

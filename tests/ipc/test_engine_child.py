@@ -15,6 +15,7 @@ from inferencecenter.ipc.engine_child import EngineChild, prespawned, receive_de
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import FromEngine, Ready
 from inferencecenter.supervisor.process import EngineExit, EngineProcess
+from tests import prefork
 
 
 def test_descriptors_are_copied_to_the_other_process() -> None:
@@ -112,6 +113,7 @@ def test_threads_spin_briefly_unless_the_operator_decides(
     chosen: dict[str, str], spin_count: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long spinning waits for threads that a busy neighbor keeps from running."""
+    monkeypatch.setattr(prefork, "_PACKAGES", ())  # a fork's ``environ`` is that of its template
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in chosen.items():
