@@ -28,6 +28,9 @@ _TITLES: Final = {
     "chat": "Chat completions",
     "completions": "Completions",
     "infill": "Infill",
+    "fim": "Fill in the middle: `/v1/fim/completions`",
+    "embeddings": "Embeddings",
+    "rerank": "Rerank",
     "responses": "Responses",
     "messages": "Messages",
     "ollama-chat": "Ollama: `/api/chat`",
@@ -37,6 +40,7 @@ _TITLES: Final = {
     "ollama-show": "Ollama: `/api/show`",
     "ollama-pull": "Ollama: `/api/pull`",
     "ollama-delete": "Ollama: `/api/delete`",
+    "ollama-copy": "Ollama: `/api/copy`",
 }
 
 

@@ -326,7 +326,7 @@ class ChatRequest(Sampling):
         default=None, description="`none` disables thinking, all others enable it; if absent, the model's default."
     )
     chat_template_kwargs: TemplateOptions | None = Field(default=None, description="Variables of the chat template.")
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1, fail_fast=True)] | None = Field(
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=2, fail_fast=True)] | None = Field(
         default=None, description="Answers are text."
     )
     service_tier: Literal["auto", "default", "priority", "fast", "flex"] | None = Field(
