@@ -1,4 +1,4 @@
-"""How llama.cpp comes into an environment: what is built, where it is kept, how it is packed, what is said."""
+"""Installation of llama.cpp: selecting, building, caching and packing it, and the messages about that."""
 
 from __future__ import annotations
 
