@@ -263,7 +263,7 @@ class _Output:
         self._engine_pid = 0
         self._engine_started_s = 0.0
         self._has_ended = False
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self.url = ""
         self.readiness: Readiness | None = None
         self.engines: list[EngineLife] = []
@@ -278,9 +278,9 @@ class _Output:
                 self._note(line)
             else:
                 continue
-            await self._tell()
+            await self._notify()
         self._has_ended = True
-        await self._tell()
+        await self._notify()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until a reading fulfills a condition.
@@ -290,17 +290,17 @@ class _Output:
                 longer than ``START_LIMIT_S``.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(START_LIMIT_S), self._news:
-                await self._news.wait_for(lambda: condition() or self._has_ended)
+            async with asyncio.timeout(START_LIMIT_S), self._changed:
+                await self._changed.wait_for(lambda: condition() or self._has_ended)
         if not condition():
             said = b"".join(self._last).decode(errors="replace").strip()
             raise InferenceCenterError(
                 ErrorCode.ENGINE_UNAVAILABLE, "the daemon did not become ready: " + (said or "it said nothing")
             )
 
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     def _note(self, line: bytes) -> None:
         try:

@@ -101,11 +101,11 @@ class AgentSession(ABC):
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
         response = ResponseTrace(on_text)
-        said = self._conversations.setdefault(work.history_id or "", [])
+        conversation = self._conversations.setdefault(work.history_id or "", [])
         try:
-            said += self._told(said, work)
+            conversation += self._new_input(conversation, work)
             response.begin()
-            said += await self._answer(said, work, response)
+            conversation += await self._answer(conversation, work, response)
         except InferenceCenterError as failure:
             response.error = str(failure)
         return response.trace()
@@ -115,11 +115,13 @@ class AgentSession(ABC):
         return unmeasured_abort()
 
     @abstractmethod
-    def _told(self, said: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
+    def _new_input(self, conversation: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
         """Return the new input: a task, or the results of the last answer's calls."""
 
     @abstractmethod
-    async def _answer(self, said: list[dict[str, Any]], work: Work, response: ResponseTrace) -> list[dict[str, Any]]:
+    async def _answer(
+        self, conversation: list[dict[str, Any]], work: Work, response: ResponseTrace
+    ) -> list[dict[str, Any]]:
         """Send the conversation, and return its answer as it is sent with the next request."""
 
 
@@ -176,10 +178,14 @@ class CodexSession(AgentSession):
         for place, name in enumerate(_CODEX_TOOLS)
     ]
 
-    def _told(self, said: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
+    def _new_input(self, conversation: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
         text = words(work.prompt_tokens, seed=work.seed)
-        if said:
-            calls = [item["call_id"] for item in said[_last(said, "function_call_output") :] if "arguments" in item]
+        if conversation:
+            calls = [
+                item["call_id"]
+                for item in conversation[_last(conversation, "function_call_output") :]
+                if "arguments" in item
+            ]
             return [{"type": "function_call_output", "call_id": call_id, "output": text} for call_id in calls]
         around = {"developer": "<permissions>", "user": "<environment_context>"}
         told = [(role, head + words(_REMINDER_WORDS, seed=2)) for role, head in around.items()]
@@ -188,11 +194,13 @@ class CodexSession(AgentSession):
             for role, text in (*told, ("user", text))
         ]
 
-    async def _answer(self, said: list[dict[str, Any]], work: Work, response: ResponseTrace) -> list[dict[str, Any]]:
+    async def _answer(
+        self, conversation: list[dict[str, Any]], work: Work, response: ResponseTrace
+    ) -> list[dict[str, Any]]:
         body = {
             "model": self._model,
             "instructions": self._instructions,
-            "input": said,
+            "input": conversation,
             "tools": self._tools,
             "tool_choice": "auto",
             "parallel_tool_calls": False,
@@ -263,17 +271,19 @@ class ClaudeCodeSession(AgentSession):
         for place, name in enumerate(_CLAUDE_TOOLS)
     ]
 
-    def _told(self, said: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
+    def _new_input(self, conversation: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
         text = words(work.prompt_tokens, seed=work.seed)
-        if not said:
+        if not conversation:
             reminder = "<system-reminder>" + words(_REMINDER_WORDS, seed=4)
             return [{"role": "user", "content": [{"type": "text", "text": each} for each in (reminder, text)]}]
-        calls = [block["id"] for block in said[-1]["content"] if block["type"] == "tool_use"]
+        calls = [block["id"] for block in conversation[-1]["content"] if block["type"] == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": call_id, "content": text} for call_id in calls]
         return [{"role": "user", "content": results}]
 
-    async def _answer(self, said: list[dict[str, Any]], work: Work, response: ResponseTrace) -> list[dict[str, Any]]:
-        *before, last = said
+    async def _answer(
+        self, conversation: list[dict[str, Any]], work: Work, response: ResponseTrace
+    ) -> list[dict[str, Any]]:
+        *before, last = conversation
         *blocks, end = last["content"]
         body = {
             "model": self._model,

@@ -138,11 +138,11 @@ def append_history(
     sessions: SessionManager, client: Principal, session_id: str, messages: tuple[ChatMessage, ...]
 ) -> SessionMatch:
     """Append the messages up to the last answer to a session; the rest is the question."""
-    n_told = max((n for n, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
-    for start in range(0, n_told, _MOST_AT_ONCE):
-        some = list(messages[start : min(start + _MOST_AT_ONCE, n_told)])
+    n_answered = max((n for n, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
+    for start in range(0, n_answered, _MOST_AT_ONCE):
+        some = list(messages[start : min(start + _MOST_AT_ONCE, n_answered)])
         sessions.append(client, Append(op="append", session_id=session_id, messages=some), _NULL_SINK)
-    return SessionMatch(session_id, messages[n_told:])
+    return SessionMatch(session_id, messages[n_answered:])
 
 
 def with_request_fields(error: InferenceCenterError, names: Mapping[str, str]) -> InferenceCenterError:

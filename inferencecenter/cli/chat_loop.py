@@ -176,7 +176,7 @@ class ChatLoop:
         if not line:
             return
         if not line.startswith("/") or line.startswith("//"):
-            self._ask(line.removeprefix("/"))
+            self._send_prompt(line.removeprefix("/"))
             return
         name, *words = line.split(maxsplit=2)
         command = self._commands.get(name)
@@ -184,7 +184,7 @@ class ChatLoop:
             raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"no command {name}", hint="/help lists them.")
         command(words)
 
-    def _ask(self, prompt: str) -> None:
+    def _send_prompt(self, prompt: str) -> None:
         self._show(self._answer(prompt))
 
     def _show(self, reading: Coroutine[Any, Any, None]) -> None:

@@ -64,16 +64,16 @@ def show_plan(
     spec = next((each for each in models.values() if each.path == expand(model)), None)
     draft = spec.draft if spec else draft_file(settings.engine, models, of=model.name)
     shape = read_shape(model, draft=draft)
-    wished = constraints_of(settings.engine, settings.gpu, shape, spec.kind if spec else kind_of_file(model))
+    constraints = constraints_of(settings.engine, settings.gpu, shape, spec.kind if spec else kind_of_file(model))
     devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices, settings.gpu.rpc_servers)
     host = read_host()
     if ram_bytes is not None:
         host = replace(host, available_bytes=ram_bytes)
-    made = plan(shape, devices, host, wished)
+    made = plan(shape, devices, host, constraints)
     if as_json:
-        print_json(as_data(shape, made, wished, host))
+        print_json(as_data(shape, made, constraints, host))
         return
-    for table in (_numbers(shape, made), _memory(made, wished, host.available_bytes)):
+    for table in (_numbers(shape, made), _memory(made, constraints, host.available_bytes)):
         stdout.print(table)
     for line in made.advice:
         stdout.print(Text(line, style="" if made.fits else "bold red"), soft_wrap=True)
@@ -87,7 +87,7 @@ def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
     )
 
 
-def as_data(shape: ModelShape, made: PlacementPlan, wished: PlacementConstraints, host: Host) -> dict[str, Any]:
+def as_data(shape: ModelShape, made: PlacementPlan, constraints: PlacementConstraints, host: Host) -> dict[str, Any]:
     """Return a plan as JSON data: as ``status`` reports it for a loaded model, with llama.cpp's parameters."""
     return {
         "model": {
@@ -97,7 +97,7 @@ def as_data(shape: ModelShape, made: PlacementPlan, wished: PlacementConstraints
             "layers": shape.n_layers,
             "bytes": shape.bytes,
         },
-        **plan_report(made, model=shape, host=host, constraints=wished).model_dump(),
+        **plan_report(made, model=shape, host=host, constraints=constraints).model_dump(),
         "main_gpu": made.main_gpu,
         "tensor_split": made.tensor_split,
         "cpu_tensors": made.cpu_tensors,
@@ -113,14 +113,14 @@ def _numbers(shape: ModelShape, made: PlacementPlan) -> Table:
     return table
 
 
-def _memory(made: PlacementPlan, wished: PlacementConstraints, available_bytes: int | None) -> Table:
+def _memory(made: PlacementPlan, constraints: PlacementConstraints, available_bytes: int | None) -> Table:
     columns = ("memory", "weights", "KV", "buffers", "driver", "together", "margin", "free now")
     table = Table(*columns, title="Memory use", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for device, demand in zip(made.devices, made.demand.devices, strict=True):
         parts = (demand.weight_bytes, demand.kv_bytes, demand.compute_bytes, demand.context_bytes, demand.bytes)
-        table.add_row(device.name, *map(mib, parts), mib(margin_bytes(device, wished)), mib(device.free_bytes))
+        table.add_row(device.name, *map(mib, parts), mib(margin_bytes(device, constraints)), mib(device.free_bytes))
     host = made.demand
     own = map(mib, (host.host_weight_bytes, host.host_kv_bytes, host.host_compute_bytes))
     table.add_row("host", *own, "", mib(host.host_bytes), "", "" if available_bytes is None else mib(available_bytes))

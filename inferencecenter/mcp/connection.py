@@ -66,7 +66,7 @@ _MAX_UNANSWERED: Final = 16
 _CLOSE_S: Final = 2.0
 _KILL_S: Final = 10.0
 _GUARD: Final = Path(__file__).with_name("stdio_guard.py")
-_PASSED: Final = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
+_INHERITED_VARIABLES: Final = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
 _NOT_RUN: Final = (mcp_types.INVALID_REQUEST, mcp_types.METHOD_NOT_FOUND, mcp_types.INVALID_PARAMS)
 """JSON-RPC errors of requests that the server did not run."""
 
@@ -476,7 +476,7 @@ async def _stdio_streams(
     It replaces the package's transport, which does not limit lines and whose processes outlive a killed daemon.
     """
     assert settings.command is not None, "required by the settings"
-    lifeline, ours = os.pipe()
+    lifeline, lifeline_end = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_GUARD), str(lifeline), str((settings.memory_mib or 0) * 2**20)),
@@ -491,7 +491,7 @@ async def _stdio_streams(
             limit=max_bytes,
         )
     except BaseException:
-        os.close(ours)
+        os.close(lifeline_end)
         raise
     finally:
         os.close(lifeline)
@@ -530,11 +530,11 @@ async def _stdio_streams(
                         await process.wait()
                 tasks.cancel_scope.cancel()
     finally:
-        os.close(ours)
-        await asyncio.shield(_ended(process, stdout))
+        os.close(lifeline_end)
+        await asyncio.shield(_wait_ended(process, stdout))
 
 
-async def _ended(process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> None:
+async def _wait_ended(process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> None:
     """Wait until a killed process is gone and its pipe is closed, which happens at the end of its output.
 
     A process that has left the group may keep the pipe open, so the wait has a timeout.
@@ -547,7 +547,7 @@ async def _ended(process: asyncio.subprocess.Process, stdout: asyncio.StreamRead
 
 
 def _environment(settings: McpServerSettings) -> dict[str, str]:
-    names = (*_PASSED, *settings.env_passed)
+    names = (*_INHERITED_VARIABLES, *settings.env_passed)
     own = {name: value.get_secret_value() for name, value in settings.env.items()}
     return {name: os.environ[name] for name in names if name in os.environ} | own
 

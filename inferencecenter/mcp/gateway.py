@@ -121,7 +121,7 @@ class ToolOutcome:
     detail: str = ""
 
 
-class _Pooled:
+class _PooledConnection:
     """An account's connection, and the number of requests that use it."""
 
     def __init__(self, connection: McpClient) -> None:
@@ -159,7 +159,7 @@ class _Server:
         self.name = name
         self.settings = settings
         self.backoff = _Backoff()
-        self.pool: dict[str, _Pooled] = {}
+        self.pool: dict[str, _PooledConnection] = {}
         self.calls: set[RunningToolCall] = set()
         self.n_calls: Counter[str] = Counter()
         self.is_retired = False
@@ -445,7 +445,7 @@ class McpGateway:
     ) -> ToolOutcome:
         timeout_s, began_s = server.settings.timeout_s, self._monotonic()
 
-        async def send(pooled: _Pooled) -> ToolResult:
+        async def send(pooled: _PooledConnection) -> ToolResult:
             call.is_sent = True
             try:
                 return await pooled.connection.call_tool(tool, arguments)
@@ -469,7 +469,7 @@ class McpGateway:
             self._metrics.call_s.labels(server.name).observe(self._monotonic() - began_s)
         return ToolOutcome("done", text=result.text, is_error=result.is_error)
 
-    async def _use(self, server: _Server, client_id: str, work: Callable[[_Pooled], Awaitable[_T]]) -> _T:
+    async def _use(self, server: _Server, client_id: str, work: Callable[[_PooledConnection], Awaitable[_T]]) -> _T:
         """Run ``work`` on a connection; repeat it once on a new one if the server no longer knew the session.
 
         Raises:
@@ -499,7 +499,7 @@ class McpGateway:
                 hint=f"One of: {', '.join(names)}." if names else "The operator has declared none for this account.",
             )
 
-    async def _acquire(self, server: _Server, client_id: str) -> _Pooled:
+    async def _acquire(self, server: _Server, client_id: str) -> _PooledConnection:
         """Return an open connection of an account, and count it as in use until ``_release``.
 
         Raises:
@@ -511,9 +511,9 @@ class McpGateway:
                 raise McpUnreachableError(f"{backoff.reason}; the next attempt is possible in {left_s:.0f} s")
             if server.is_retired:
                 raise McpUnreachableError("the operator changed or removed it")
-            self._make_room(server)
+            self._evict_idle(server)
             made = self._connect(server.settings, self._tasks, server.tools_changed)
-            pooled = server.pool[client_id] = _Pooled(made)
+            pooled = server.pool[client_id] = _PooledConnection(made)
         pooled.n_users += 1
         _stop_timer(pooled)
         try:
@@ -530,7 +530,7 @@ class McpGateway:
             self._metrics.set_up(server.name, is_up=True)
         return pooled
 
-    def _release(self, server: _Server, client_id: str, pooled: _Pooled) -> None:
+    def _release(self, server: _Server, client_id: str, pooled: _PooledConnection) -> None:
         """End one request's use of a connection; close it if it is lost, or later if it stays idle."""
         pooled.n_users -= 1
         pooled.last_used_s = self._monotonic()
@@ -541,7 +541,7 @@ class McpGateway:
         else:
             pooled.idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._drop, server, client_id, pooled)
 
-    def _drop(self, server: _Server, client_id: str, pooled: _Pooled) -> None:
+    def _drop(self, server: _Server, client_id: str, pooled: _PooledConnection) -> None:
         _stop_timer(pooled)
         if server.pool.get(client_id) is pooled:
             del server.pool[client_id]
@@ -549,7 +549,7 @@ class McpGateway:
             self._retired.discard(server)
         self._tasks.spawn(pooled.connection.close(), name="close")
 
-    def _make_room(self, server: _Server) -> None:
+    def _evict_idle(self, server: _Server) -> None:
         """At the limit of a server's connections, close the one that has been idle longest.
 
         Raises:
@@ -584,7 +584,7 @@ def _subtract(counter: Counter[Any], key: object) -> None:
         del counter[key]
 
 
-def _stop_timer(pooled: _Pooled) -> None:
+def _stop_timer(pooled: _PooledConnection) -> None:
     if pooled.idle_timer is not None:
         pooled.idle_timer.cancel()
         pooled.idle_timer = None

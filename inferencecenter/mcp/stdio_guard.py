@@ -17,8 +17,8 @@ def main() -> None:
     """Run the command until it ends or the descriptor is closed; this process is the leader of the group."""
     lifeline, memory_bytes, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     os.set_inheritable(lifeline, False)
-    ended, told = os.pipe()
-    signal.signal(signal.SIGCHLD, lambda *_: os.write(told, b"."))
+    ended, notify = os.pipe()
+    signal.signal(signal.SIGCHLD, lambda *_: os.write(notify, b"."))
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

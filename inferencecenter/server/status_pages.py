@@ -90,7 +90,7 @@ class StatusPages:
                 "load_fraction": engine.load_fraction,
                 "detail": detail if storable else f"{detail}; the files in the state directory cannot be used",
                 "storage": "ok" if storable else "unavailable",
-                **({"proxy": PROXY_NOT_TRUSTED} if self._tells_of_proxy(request) else {}),
+                **({"proxy": PROXY_NOT_TRUSTED} if self._reports_proxy(request) else {}),
             },
             status_code=200 if ready else 503,
         )
@@ -107,7 +107,7 @@ class StatusPages:
     def _caller(self, request: Request) -> PeerInfo:
         return self._context.proxies.peer_info(request.client.host if request.client else "", request.headers)
 
-    def _tells_of_proxy(self, request: Request) -> bool:
+    def _reports_proxy(self, request: Request) -> bool:
         return self._caller(request).on_this_machine and self._context.proxies.sees_untrusted
 
     def _admit(self, request: Request) -> None:

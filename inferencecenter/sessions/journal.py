@@ -196,7 +196,7 @@ class StoredShare:
     expires_at: float | None
     n_messages: int
 
-    def is_over(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now
 
 

@@ -91,8 +91,8 @@ class SessionShares:
         self._archive = archive
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def create(self, client: Principal, request: CreateShare, *, most: int) -> events.ShareCreated:
-        """Share a client's own session as it is now, without its system prompt; a client has at most ``most`` shares.
+    async def create(self, client: Principal, request: CreateShare, *, max_shares: int) -> events.ShareCreated:
+        """Share a client's own session as it is now, without its system prompt.
 
         Raises:
             InferenceCenterError: ``session_not_found``, ``invalid_request`` for a session that is not stored, is empty
@@ -102,10 +102,10 @@ class SessionShares:
         lock = self._locks.setdefault(client_id, asyncio.Lock())  # a reference keeps it in the table
         async with lock:
             n_shares = len(await self._valid(client_id))
-            if n_shares >= most:
+            if n_shares >= max_shares:
                 raise InferenceCenterError(
                     ErrorCode.QUOTA_EXCEEDED,
-                    f"this client has {n_shares} share links; {most} are allowed",
+                    f"this client has {n_shares} share links; {max_shares} are allowed",
                     field="session_id",
                     hint="Revoke one (list_shares, revoke_share), or have the operator raise server.max_share_links.",
                 )
@@ -170,7 +170,7 @@ class SessionShares:
         raise InferenceCenterError(ErrorCode.SHARE_NOT_FOUND)
 
     def _admits(self, share: StoredShare, secret: str) -> bool:
-        return hmac.compare_digest(share.secret_sha256, _hash(secret)) and not share.is_over(self._services.clock())
+        return hmac.compare_digest(share.secret_sha256, _hash(secret)) and not share.is_expired(self._services.clock())
 
     async def _valid(self, client_id: str) -> tuple[StoredShare, ...]:
         """Return a client's shares, and delete the expired ones."""
@@ -179,9 +179,9 @@ class SessionShares:
         found = await self._archive.run(client_id, partial(self._store.shares, client_id))
         now, journal = self._services.clock(), self._journal.of_client(client_id)
         for each in found:
-            if each.is_over(now) and journal.fault is None:
+            if each.is_expired(now) and journal.fault is None:
                 journal.write(ShareDeleted(share_id=each.share_id, client_id=client_id), flush=False)
-        return tuple(each for each in found if not each.is_over(now))
+        return tuple(each for each in found if not each.is_expired(now))
 
 
 def _check_shareable(messages: tuple[ChatMessage, ...], *, is_stored: bool) -> None:

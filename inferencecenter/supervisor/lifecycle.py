@@ -97,7 +97,7 @@ class EngineDemand:
         self._is_urgent = False
         self._paused = False
         self._over = False
-        self._news = asyncio.Event()
+        self._changed_event = asyncio.Event()
 
     def __bool__(self) -> bool:
         return not self._over and not self._paused and (bool(self._callers) or self._has_turns())
@@ -116,16 +116,16 @@ class EngineDemand:
         """Request an engine independently of turns."""
         self._callers.add(caller)
         self._is_urgent |= urgent
-        self._news.set()
+        self._changed_event.set()
 
     def notify(self) -> None:
         """Check again whether turns wait."""
-        self._news.set()
+        self._changed_event.set()
 
     def pause(self, *, paused: bool) -> None:
         """Suppress the demand while ``paused``, whatever waits."""
         self._paused = paused
-        self._news.set()
+        self._changed_event.set()
 
     def fulfill(self) -> None:
         """Clear the requests: the engine is ready."""
@@ -135,7 +135,7 @@ class EngineDemand:
     def end(self) -> None:
         """End the demand for good."""
         self._over = True
-        self._news.set()
+        self._changed_event.set()
 
     async def wait_admitted(self) -> None:
         """Wait until an engine is wanted and may be started, or the demand has ended.
@@ -145,8 +145,8 @@ class EngineDemand:
         """
         while not self._over:
             if not self:
-                self._news.clear()
-                await self._news.wait()
+                self._changed_event.clear()
+                await self._changed_event.wait()
             elif self._admit is None or await self._admit():
                 return
 

@@ -127,7 +127,7 @@ class ModelManager:
         self._tasks = TaskGroup("models")
         self._retiring = TaskGroup("retired-models")
         self._changing = asyncio.Lock()
-        self._news = asyncio.Event()
+        self._changed_event = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._default}, {sorted(self._models)})"
@@ -349,7 +349,7 @@ class ModelManager:
 
     async def _load(self, model: ManagedModel, on_progress: Callable[[Swap], None]) -> str | None:
         """Wait until a model is ready; return why it will not be."""
-        told: Swap | None = None
+        sent: Swap | None = None
         loads_before = model.supervisor.loads
         model.supervisor.wake(urgent=True)
         while True:
@@ -361,10 +361,10 @@ class ModelManager:
                 return status.detail or f"its engine is {status.state}"
             phase = "draining" if self._model_cache.waits(model.supervisor) else "loading"
             now = Swap(model=model.spec.name, phase=phase, done=round(status.load_fraction, 2))
-            if now != told:
+            if now != sent:
                 on_progress(now)
-                told = now
-            await self._news.wait()
+                sent = now
+            await self._changed_event.wait()
 
     async def _apply(self, registry: Registry) -> None:
         async with self._changing:
@@ -461,8 +461,8 @@ class ModelManager:
             self._listeners.notify(status)
 
     def _state_changed(self) -> None:
-        self._news.set()
-        self._news.clear()
+        self._changed_event.set()
+        self._changed_event.clear()
 
     def _forget(self, model: ManagedModel) -> None:
         """Remove a model that could not be loaded; the next request builds it again."""

@@ -167,7 +167,7 @@ class Supervisor:
         self._loads = 0
         self._gauges = _NOTHING_RUNS
         self._is_planned = True
-        self._news = asyncio.Event()
+        self._changed_event = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._stop_asked = asyncio.Event()
         self.last_used_s = monotonic()
@@ -539,7 +539,7 @@ class Supervisor:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
-            await self._news.wait()
+            await self._changed_event.wait()
 
     async def _run_once(self) -> EngineExit:
         """Run one engine until it is gone."""
@@ -667,8 +667,8 @@ class Supervisor:
             self._load_failure = not_loaded(message)
 
     def _watch(self) -> None:
-        self._news.set()
-        self._news.clear()
+        self._changed_event.set()
+        self._changed_event.clear()
         self._hang_watch.keep(watching=self._turns.engine_is_busy)
         self._idle_timer.keep(idle=not self._turns and self._state is EngineState.READY)
 

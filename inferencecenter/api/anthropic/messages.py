@@ -137,7 +137,7 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
             called |= {call.call_id for call in answer.tool_calls or ()}
             said.append(answer)
         else:
-            said += _told(message, where, called)
+            said += _converted(message, where, called)
     if not said or said[-1].role not in ("user", "tool"):
         raise invalid_field(
             f"messages.{len(request.messages) - 1}.role",
@@ -186,7 +186,7 @@ def _answer(message: MessageParam, where: str) -> ChatMessage:
     )
 
 
-def _told(message: MessageParam, where: str, called: set[str]) -> Iterator[ChatMessage]:
+def _converted(message: MessageParam, where: str, called: set[str]) -> Iterator[ChatMessage]:
     """Yield the messages of a user or of the system, in the order of their blocks.
 
     A system message among the others is written as the user's: Claude Code ends a conversation with one, and many

@@ -63,15 +63,15 @@ def messages_of(sent: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
         InferenceCenterError: ``invalid_request`` for fields of another role, and for results without a call.
     """
     calls = _Calls()
-    told = tuple(_message(message, f"messages.{index}", calls) for index, message in enumerate(sent))
-    last = len(told) - 1
-    if is_begun(told[last]) and last > 0:
+    converted = tuple(_message(message, f"messages.{index}", calls) for index, message in enumerate(sent))
+    last = len(converted) - 1
+    if is_begun(converted[last]) and last > 0:
         last -= 1
-    if told[last].role not in ("user", "tool"):
+    if converted[last].role not in ("user", "tool"):
         raise invalid_field(
             f"messages.{last}.role", "the last message must have role user or tool, or be the start of an answer"
         )
-    return told
+    return converted
 
 
 def is_begun(message: ChatMessage) -> bool:

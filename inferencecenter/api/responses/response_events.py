@@ -175,9 +175,9 @@ class ResponseEventBuilder:
         frames: list[ResponseEvent] = []
         match event:
             case events.Token():
-                frames = self._say(_MESSAGE, event.content, event)
+                frames = self._append_text(_MESSAGE, event.content, event)
             case events.Reasoning():
-                frames = self._say(_THOUGHTS, event.content, event)
+                frames = self._append_text(_THOUGHTS, event.content, event)
             case events.ToolCall():
                 frames = self._call(event)
             case events.Queued():
@@ -193,7 +193,7 @@ class ResponseEventBuilder:
     def rebuild(self, place: ResponseRef, answer: ChatMessage | None, final: Response) -> list[ResponseEvent]:
         """Return all events of a response that has ended, from its stored ``answer``: each item's text is one delta."""
         self._place = place
-        frames = [self._frame("response.created", response=self._standing(waits=False)), *self._begin()]
+        frames = [self._frame("response.created", response=self._snapshot(waits=False)), *self._begin()]
         turn: dict[str, Any] = {"session_id": place.session_id, "turn_id": place.turn_id, "seq": 1}
         if answer is not None and self._generate:
             if answer.reasoning:
@@ -218,9 +218,9 @@ class ResponseEventBuilder:
         waits = event.position > 0
         if self._place is None:
             self._place = ResponseRef(event.session_id, event.turn_id)
-            frames.append(self._frame("response.created", response=self._standing(waits=waits)))
+            frames.append(self._frame("response.created", response=self._snapshot(waits=waits)))
             if waits:
-                frames.append(self._frame("response.queued", response=self._standing(waits=True)))
+                frames.append(self._frame("response.queued", response=self._snapshot(waits=True)))
         return frames if waits else [*frames, *self._begin()]
 
     def _begin(self) -> list[ResponseEvent]:
@@ -228,7 +228,7 @@ class ResponseEventBuilder:
         if self._running or self._place is None:
             return []
         self._running = True
-        frames = [self._frame("response.in_progress", response=self._standing(waits=False))]
+        frames = [self._frame("response.in_progress", response=self._snapshot(waits=False))]
         for item in self._first_items:
             frames += self._whole(item)
         return frames
@@ -257,7 +257,7 @@ class ResponseEventBuilder:
             self._frame("response.output_item.done", output_index=index, item=item),
         ]
 
-    def _say(self, kind: str, text: str, event: events.Token | events.Reasoning) -> list[ResponseEvent]:
+    def _append_text(self, kind: str, text: str, event: events.Token | events.Reasoning) -> list[ResponseEvent]:
         frames = self._begin()
         if not self._generate:
             return frames
@@ -383,7 +383,7 @@ class ResponseEventBuilder:
         final = self._final = response_of(self._echo, place, status="failed", output=tuple(self._output), error=error)
         return [*frames, self._frame("response.failed", response=final)]
 
-    def _standing(self, *, waits: bool) -> Response:
+    def _snapshot(self, *, waits: bool) -> Response:
         assert self._place is not None
         return response_of(self._echo, self._place, status="queued" if waits else "in_progress")
 

@@ -183,7 +183,7 @@ def _create_share(connection: Connection, request: requests.CreateShare) -> None
 
     async def create() -> Event:
         shares = connection.context.sessions.shares
-        created = await shares.create(connection.client, request, most=settings.max_share_links)
+        created = await shares.create(connection.client, request, max_shares=settings.max_share_links)
         connection.audit(AuditEvent.SHARE_CREATED, detail=f"{created.share.share_id} of {request.session_id}")
         return created
 

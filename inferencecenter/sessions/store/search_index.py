@@ -406,14 +406,14 @@ def search_file(
         hits.append(_hits(database, expression, first, last))
         if not hits[-1]:
             return SearchResult((), has_more=False, indexed=indexed)
-    of_terms = [_sharing(each, forks) for each in hits]
+    of_terms = [_rows_sharing_hits(each, forks) for each in hits]
     if len(expressions) > 1:
         # Messages that contain all terms come first.
         hits.insert(0, _hits(database, " AND ".join(expressions), first, last))
     matching = orjson.dumps(list(set.intersection(*of_terms))).decode()
     page = database.execute(_PAGE, (client_id, matching, *(after or _FIRST), limit + 1)).fetchall()
     excerpts = Excerpts(tuple(terms))
-    shown = tuple(_found(database, row, hits, excerpts) for row in page[:limit])
+    shown = tuple(_found_session(database, row, hits, excerpts) for row in page[:limit])
     return SearchResult(shown, has_more=len(page) > limit, indexed=indexed)
 
 
@@ -438,7 +438,7 @@ def _row_hits(first: int, last: int, in_title: int) -> _RowHits:
     return _RowHits(None, None, True) if first == _TITLE else _RowHits(first, last, bool(in_title))
 
 
-def _sharing(hits: dict[int, _RowHits], forks: Mapping[int, Sequence[tuple[int, int]]]) -> set[int]:
+def _rows_sharing_hits(hits: dict[int, _RowHits], forks: Mapping[int, Sequence[tuple[int, int]]]) -> set[int]:
     """Return the rows with hits, and those that share a message with a hit."""
     first_of = {row: hit.first for row, hit in hits.items() if hit.first is not None}
     unread = list(first_of.items())
@@ -451,7 +451,7 @@ def _sharing(hits: dict[int, _RowHits], forks: Mapping[int, Sequence[tuple[int, 
     return hits.keys() | first_of.keys()
 
 
-def _found(
+def _found_session(
     database: sqlite3.Connection, row: rows.Row, hits: Sequence[Mapping[int, _RowHits]], excerpts: Excerpts
 ) -> FoundSession:
     number, *columns, archived = row

@@ -29,7 +29,7 @@ const open = new Map();
 /** States in which a session's events do not come to this page. */
 const LEFT = new Set(["detached", "gone"]);
 const LOOK_AGAIN_MS = 5000;
-/** Of a frame beside the fields of the message. */
+/** Bytes of a frame besides the fields of the message. */
 const FRAME_BYTES = 1024;
 let nextRefresh = 0;
 /** @type {Map<string, Record<string, unknown>>}  The latest default parameters of a new session, by model name. */
@@ -308,7 +308,7 @@ export function isAnswering({ session_id: id, state }) {
 async function refresh(there) {
   clearTimeout(nextRefresh);
   if (!(await readList(there))) return;
-  // The end of an answer that another page receives is not told to this one.
+  // This page gets no event when an answer that another page receives ends.
   if (sessions.peek()?.some(isAnsweredElsewhere)) nextRefresh = setTimeout(lookAgain, LOOK_AGAIN_MS);
   const session = current.peek();
   const id = session?.id.peek();

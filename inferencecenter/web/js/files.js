@@ -29,7 +29,7 @@ class LockedFileError extends RefusedFileError {}
 let lastKey = 0;
 
 /**
- * Reads files one after another and attaches them to a session's next message; tells of each that is refused.
+ * Reads files one after another and attaches them to a session's next message; reports each that is refused.
  *
  * @param {Session} session
  * @param {readonly File[]} files

@@ -28,7 +28,7 @@ const RECENT_LIMIT = 100;
 /** Whether the whole list was read, and events have told of changes since. */
 let isComplete = false;
 
-/** Has the whole list read again: events were missed. */
+/** Reads the whole list again, because events were missed. */
 export function missEvents() {
   isComplete = false;
 }

@@ -54,7 +54,7 @@ export function stateOf({ state, load_fraction: fraction }) {
   return [state === "loading" && fraction ? `${words}, ${number(Math.floor(100 * fraction))} %` : words, MOODS[state]];
 }
 
-/** Models with fewer parameters know no language but that of their texts, and little of the world. */
+/** Models with fewer parameters know only the language they were trained on, and few facts. */
 const TINY_PARAMETERS = 50e6;
 const CODER = /cod(?:e|er|ing)(?![a-z])|coder|codestral|devstral/i;
 /** What the bundled model was trained for, in its language. */

@@ -16,7 +16,7 @@ import { Rest, Said, moment, useOperation, useWindows } from "./windows.js";
 
 const DAY_S = 86_400;
 const YEAR_DAYS = 365;
-/** In days; 0 for ever. */
+/** In days; 0 is no expiry. */
 const LIFETIMES = [0, 1, 7, 30, 90, YEAR_DAYS];
 
 /** @param {{link: Link, clientId: string, onCount: (more: number) => void}} props  `onCount`: there are more or fewer valid ones. */

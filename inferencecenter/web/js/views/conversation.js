@@ -165,7 +165,7 @@ function Empty({ session }) {
 
 /** Offers to undo an edit or a regeneration. */
 function NewVersion() {
-  // What was pressed disappears, so the focus has to move.
+  // The button that was pressed disappears, so the focus has to move.
   const undo = () => {
     focusComposer();
     undoVersion();
@@ -225,7 +225,7 @@ function doingWith(session, index) {
   const results = calls.length > 0 && session.live.value === null ? { session, isFresh, onSend: answerCalls } : undefined;
   if (!session.idle || turn.ending === null) return { results };
   const reachable = failed || index === 0 || turns[index - 1].turnId !== null;
-  // What was pressed disappears, so the focus has to move.
+  // The button that was pressed disappears, so the focus has to move.
   const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) => {
     focusComposer();
     attempt(() => askInVersion(session, index, change(turn.asked)));

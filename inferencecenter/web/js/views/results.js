@@ -17,9 +17,9 @@ await loadTexts("tools");
  * @typedef {import("../tools.js").ServerTool} ServerTool
  */
 
-/** The result that the model gets of a call that was denied. */
+/** The result of a denied call, for the model. */
 const DENIED = t("results.denial");
-/** Likewise, where the call may have run. */
+/** The same for a call that may have run. */
 const INTERRUPTED = t("results.interruption");
 
 /**

@@ -29,7 +29,7 @@ export function Shell() {
     /** @type {HTMLElement | null} */ (document.querySelector(".sidebar .new-chat"))?.focus();
     return () => {
       removeEventListener("keydown", keys);
-      // The focus leaves the hidden list for what opened it.
+      // The focus moves from the hidden list to the button that opened it.
       if (document.activeElement?.matches("body, .sidebar *, .scrim")) /** @type {HTMLElement | null} */ (document.querySelector(".list-opener"))?.focus();
     };
   }, [listed]);

@@ -389,7 +389,7 @@ const HEALTHY_AFTER_MS = 10_000;
 
 /** @type {ReadonlyMap<number, number>}  Minimum delays by close code, where it is not 0. */
 const WAITS_MS = new Map([[1000, 1000], [1001, 1000], [1011, 1000], [1013, 5000], [4429, 10_000]]);
-/** The daemon does not want this page. */
+/** The daemon refuses this page. */
 const POLICY_VIOLATION = 1008;
 
 /**

@@ -36,7 +36,7 @@ export class Position {
   }
 
   /**
-   * Records an event that is accepted whatever its number, such as a direct reply.
+   * Records the number of an event that is accepted in any case, such as a direct reply.
    *
    * @param {number} seq
    */
@@ -45,7 +45,7 @@ export class Position {
   }
 
   /**
-   * Continues at the daemon's position: the same one, or the end of a history that was lost in part.
+   * Continues at the daemon's position, which is later than this one if events were lost.
    *
    * @param {import("./types.js").SessionResumedEvent} resumed
    */
