@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Final, NoReturn
 from weakref import WeakSet
 
@@ -18,6 +18,7 @@ from inferencecenter.engine.llama import saved_state
 from inferencecenter.engine.llama.draft_model import LlamaDraftModel, check_draft_model, draft_options
 from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel, load_model
+from inferencecenter.engine.llama.row_padding import RowCounts, padding_slots
 from inferencecenter.engine.llama.sampler import NativeSampler
 from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
@@ -121,27 +122,8 @@ def _rest(chunk: Chunk, begin: int) -> Chunk:
     return replace(chunk, start=chunk.start + begin, tokens=chunk.tokens[begin:])
 
 
-_TILE_ROWS: Final = 4
 # Bits per weight of f16 and bf16, the smallest types that are not quantized.
 _UNQUANTIZED_BITS: Final = 16
-
-
-def padding_slots(slots: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the slots whose rows pad a decode of one token in each of ``slots``; none if padding costs more.
-
-    Kernels for quantized weights compute ``_TILE_ROWS`` rows at once and the remainder one by one or in another pass
-    over the weights. So decodes are padded to a multiple of that. Padding slots are adjacent, because llama.cpp
-    computes only consecutive ones together, and not longer than the longest of ``slots``, whose length determines the
-    cost of attention. ``lengths`` are those of all slots.
-    """
-    missing = -len(slots) % _TILE_ROWS
-    if len(slots) < _TILE_ROWS or slots[-1] - slots[0] >= len(slots):
-        return ()
-    longest = max(lengths[slot] for slot in slots)
-    after = takewhile(lambda slot: lengths[slot] <= longest, range(slots[-1] + 1, len(lengths)))
-    before = takewhile(lambda slot: lengths[slot] <= longest, range(slots[0] - 1, -1, -1))
-    added = tuple(islice(chain(after, before), missing))
-    return added if len(added) == missing else ()
 
 
 _KV_TYPES = {
@@ -199,7 +181,8 @@ class LlamaContext:
         self._recurrent: bool = lib.llama_model_is_recurrent(model.handle)
         self._hybrid: bool = lib.llama_model_is_hybrid(model.handle)
         self.can_truncate = not (self._window or self._recurrent or self._hybrid)
-        self._pads_rows = self.can_truncate and not model.n_gpu_layers and _is_quantized(model)
+        pads_rows = self.can_truncate and not model.n_gpu_layers and _is_quantized(model)
+        self._row_counts = RowCounts() if pads_rows else None
         self._n_batch: int = lib.llama_n_batch(handle)
         self._arrays = BatchArrays(n_batch=self._n_batch, slots=self.slots)
         self._lengths = [0] * self.slots
@@ -221,7 +204,9 @@ class LlamaContext:
         if full:
             self._fail(full, f"a slot holds {self.n_ctx} tokens at most")
         slots = [chunk.slot for chunk in chunks]
-        padding = self._padding(chunks)
+        row_counts = None if any(len(chunk.tokens) > 1 for chunk in chunks) else self._row_counts
+        padding = self._padding(chunks, row_counts) if row_counts else []
+        began_s = time.perf_counter()
         for part in split(chunks, self._n_batch):
             status = lib.llama_decode(self.handle, self._arrays.fill(part, padding))
             for pad in padding:
@@ -230,6 +215,8 @@ class LlamaContext:
                 self._fail(slots, _FAILURES.get(status, f"llama_decode gave {status}"))
         # The first read of the logits waits for the device and puts the rows in batch order.
         lib.llama_get_logits(self.handle)
+        if row_counts:
+            row_counts.observe(len(chunks) + len(padding), time.perf_counter() - began_s)
         for chunk in chunks:
             self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         if not all(map(self._is_whole, slots)):
@@ -359,12 +346,12 @@ class LlamaContext:
         """Free the context, after the samplers that were used on it."""
         lib.llama_free(self.handle)
 
-    def _padding(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def _padding(self, chunks: Sequence[Chunk], row_counts: RowCounts) -> list[Chunk]:
         """Return the rows that make a decode of single tokens faster; they are removed from their slots after it."""
-        if not self._pads_rows or any(len(chunk.tokens) > 1 for chunk in chunks):
-            return []
+        n_turns = len(chunks)
         slots = padding_slots([chunk.slot for chunk in chunks], self._lengths)
-        return [Chunk(slot, self._lengths[slot], chunks[0].tokens, sample=True) for slot in slots]
+        n_rows = row_counts.best(n_turns, most=n_turns + len(slots))
+        return [Chunk(slot, self._lengths[slot], chunks[0].tokens, sample=True) for slot in slots[: n_rows - n_turns]]
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:

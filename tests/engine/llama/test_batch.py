@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.llama.backend import BatchArrays, padding_slots, split
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from inferencecenter.engine.llama.backend import BatchArrays, split
 
 
 def test_rows_follow_the_chunks() -> None:
@@ -92,25 +87,3 @@ def test_more_logits_than_a_call_has_rows_are_refused() -> None:
     """They could not all be read."""
     with pytest.raises(ValueError, match="more than 4"):
         next(split([Chunk(0, 0, [1, 2, 3], sample=True, drafts=2), Chunk(1, 0, [1, 2], sample=True, drafts=1)], 4))
-
-
-@pytest.mark.parametrize(
-    ("slots", "lengths", "padding"),
-    [
-        (range(1), [5] * 8, ()),
-        (range(3), [5] * 8, ()),
-        (range(4), [5] * 8, ()),
-        (range(5), [5] * 8, (5, 6, 7)),
-        (range(7), [5] * 7 + [0], (7,)),
-        (range(8), [5] * 9, ()),
-        (range(1, 8), [0] + [5] * 7, (0,)),
-        (range(2, 8), [5] * 9, (8, 1)),
-        (range(7), [5] * 7, ()),
-        (range(7), [5] * 7 + [6], ()),
-        (range(1, 8), [5] * 8 + [6], (0,)),
-        ([0, 1, 2, 3, 5], [5] * 8, ()),
-    ],
-)
-def test_decode_is_padded_to_whole_tiles(slots: Sequence[int], lengths: list[int], padding: tuple[int, ...]) -> None:
-    """Other slots with room fill the tile; none of them gets longer."""
-    assert padding_slots(slots, lengths) == padding

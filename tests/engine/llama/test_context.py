@@ -11,6 +11,7 @@ from llama_cpp import llama_cpp as lib
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError
 from inferencecenter.engine.llama.backend import LlamaContext
+from inferencecenter.engine.llama.row_padding import RowCounts
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import PromptSegment
 
@@ -412,10 +413,11 @@ def test_padding_leaves_logits_and_slots_as_they_are(demo: Loaded, monkeypatch: 
         return [demo.logits(row) for row in range(len(slots))]
 
     monkeypatch.setattr(lib, "llama_decode", counted)
+    monkeypatch.setattr(RowCounts, "best", lambda _counts, _turns, *, most: most)
     padded = single(range(1, 6))
     assert [context.length(slot) for slot in range(8)] == [3, 4, 4, 4, 4, 4, 3, 0]
     others = single([0, 6])
-    monkeypatch.setattr(context, "_pads_rows", False)
+    monkeypatch.setattr(RowCounts, "best", lambda _counts, turns, *, most: turns)
     for slot in range(7):
         assert context.truncate(slot, 3)
     unpadded = single(range(1, 6))

@@ -1,0 +1,75 @@
+"""How many rows a decode of single tokens has: rows in idle slots are added where that makes it faster. Pure.
+
+Kernels for quantized weights compute two, four or eight rows at once and the remainder one by one or in another pass
+over the weights. Which counts of rows are fast depends on processor, type of the weights and size of the model: eight
+rows may take two thirds of the time of seven, or an eighth more. So the time of each count is measured while turns
+decode, and a decode gets the count that took least. Invariant: added rows are never read, so what is decoded depends on
+their number by no more than rounding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import chain, islice, takewhile
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# The largest number of rows that a kernel computes at once.
+_TILE_ROWS: Final = 4
+# Fewer rows gain less than the measuring costs.
+_FEWEST: Final = 3
+# The least of so many times counts: another program may have delayed some of them.
+_SAMPLES: Final = 3
+# Contexts grow and shrink, so after so many decodes of a number of turns the oldest measurement is repeated.
+_REPEAT_AFTER: Final = 64
+
+
+class RowCounts:
+    """Learns how many rows a decode should have, from the times that decodes took."""
+
+    def __init__(self) -> None:
+        self._times_s: dict[int, deque[float]] = {}
+        self._decodes: dict[int, int] = {}
+        self._measured_at: dict[int, int] = {}
+        self._n_observed = 0
+
+    def best(self, n_turns: int, *, most: int) -> int:
+        """Return the number of rows for a decode of ``n_turns`` turns: the fastest from there to ``most``.
+
+        That is the smallest of equal ones; a count with too few measurements comes first.
+        """
+        counts = range(n_turns, most + 1)
+        if len(counts) == 1:
+            return n_turns
+        if (unknown := next((count for count in counts if len(self._times(count)) < _SAMPLES), None)) is not None:
+            return unknown
+        self._decodes[n_turns] = self._decodes.get(n_turns, 0) + 1
+        if self._decodes[n_turns] % _REPEAT_AFTER == 0:
+            return min(counts, key=lambda count: self._measured_at[count])
+        return min(counts, key=lambda count: min(self._times(count)))
+
+    def observe(self, n_rows: int, took_s: float) -> None:
+        """Learn from a decode of single tokens, added rows included."""
+        self._n_observed += 1
+        self._times(n_rows).append(took_s)
+        self._measured_at[n_rows] = self._n_observed
+
+    def _times(self, count: int) -> deque[float]:
+        return self._times_s.setdefault(count, deque(maxlen=_SAMPLES))
+
+
+def padding_slots(slots: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the slots whose rows may be added to a decode of one token in each of ``slots``, in this order.
+
+    They fill a tile of rows, as far as there are such slots: adjacent, because llama.cpp computes only consecutive ones
+    together, and not longer than the longest of ``slots``, whose length determines the cost of attention. ``lengths``
+    are those of all slots.
+    """
+    if len(slots) < _FEWEST or slots[-1] - slots[0] >= len(slots):
+        return ()
+    longest = max(lengths[slot] for slot in slots)
+    after = takewhile(lambda slot: lengths[slot] <= longest, range(slots[-1] + 1, len(lengths)))
+    before = takewhile(lambda slot: lengths[slot] <= longest, range(slots[0] - 1, -1, -1))
+    return tuple(islice(chain(after, before), -len(slots) % _TILE_ROWS))

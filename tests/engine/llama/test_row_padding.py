@@ -1,0 +1,103 @@
+"""How many rows a decode has: which slots may lend one, and which number is the fastest here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from inferencecenter.engine.llama.row_padding import RowCounts, padding_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# Milliseconds by rows: of kernels that compute two and four rows at once, and of a model so small that rows are all.
+TILES = {3: 17.0, 4: 11.7, 5: 18.8, 6: 14.2, 7: 20.7, 8: 17.0}
+LINEAR = {3: 2.4, 4: 3.1, 5: 3.6, 6: 3.9, 7: 4.1, 8: 4.5}
+
+
+@pytest.mark.parametrize(
+    ("slots", "lengths", "padding"),
+    [
+        (range(1), [5] * 8, ()),
+        (range(2), [5] * 8, ()),
+        (range(3), [5] * 8, (3,)),
+        (range(4), [5] * 8, ()),
+        (range(5), [5] * 8, (5, 6, 7)),
+        (range(5), [5] * 6, (5,)),
+        (range(7), [5] * 7 + [0], (7,)),
+        (range(8), [5] * 9, ()),
+        (range(1, 8), [0] + [5] * 7, (0,)),
+        (range(2, 8), [5] * 9, (8, 1)),
+        (range(7), [5] * 7, ()),
+        (range(7), [5] * 7 + [6], ()),
+        (range(1, 8), [5] * 8 + [6], (0,)),
+        ([0, 1, 2, 3, 5], [5] * 8, ()),
+    ],
+)
+def test_padding_fills_a_tile_with_adjacent_slots(
+    slots: Sequence[int], lengths: list[int], padding: tuple[int, ...]
+) -> None:
+    """As far as there are such, and none of them is longer than the longest that decodes."""
+    assert padding_slots(slots, lengths) == padding
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "n_turns", "n_rows"),
+    [
+        (TILES, 3, 4),
+        (TILES, 4, 4),
+        (TILES, 5, 6),
+        (TILES, 6, 6),
+        (TILES, 7, 8),
+        (LINEAR, 3, 3),
+        (LINEAR, 5, 5),
+        (LINEAR, 6, 6),
+        (LINEAR, 7, 7),
+    ],
+)
+def test_decode_gets_the_fastest_number_of_rows(times_ms: Mapping[int, float], n_turns: int, n_rows: int) -> None:
+    """After each number was measured."""
+    assert _decodes(RowCounts(), times_ms, n_turns, count=20)[-1] == n_rows
+
+
+def test_every_number_of_rows_is_measured_first() -> None:
+    """Three times each, and then the fastest is used."""
+    assert _decodes(RowCounts(), TILES, 5, count=14) == [5, 5, 5, 6, 6, 6, 7, 7, 7, 8, 8, 8, 6, 6]
+
+
+def test_one_delayed_decode_does_not_decide() -> None:
+    """Another program took the processor for a while."""
+    counts = RowCounts()
+    for n_rows in (7, 7, 8, 8):
+        counts.observe(n_rows, TILES[n_rows])
+    counts.observe(7, TILES[7])
+    counts.observe(8, 900.0)
+    assert counts.best(7, most=8) == 8
+
+
+def test_measurements_are_repeated() -> None:
+    """With longer contexts another number may be the fastest."""
+    counts = RowCounts()
+    assert _decodes(counts, TILES, 7, count=10)[-1] == 8
+    assert _decodes(counts, LINEAR, 7, count=1000)[-1] == 7
+
+
+def test_rows_without_slots_are_not_waited_for() -> None:
+    """Five turns and one idle slot: five or six rows, though eight may be faster."""
+    counts = RowCounts()
+    for n_rows, time_ms in TILES.items():
+        if n_rows < 7:
+            for _ in range(3):
+                counts.observe(n_rows, time_ms)
+    assert counts.best(5, most=6) == 6
+    assert counts.best(5, most=5) == 5
+
+
+def _decodes(counts: RowCounts, times_ms: Mapping[int, float], n_turns: int, *, count: int) -> list[int]:
+    """Return the numbers of rows of so many decodes in a row."""
+    used = []
+    for _ in range(count):
+        used.append(counts.best(n_turns, most=n_turns + -n_turns % 4))
+        counts.observe(used[-1], times_ms[used[-1]])
+    return used
