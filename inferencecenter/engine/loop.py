@@ -159,7 +159,12 @@ def draft_tokens(options: EngineOptions, backend: Backend, *, on_log: Callable[[
 
 
 _BLOCKED_S = 1.0
+# The longest wait for the tokens of a turn that has just arrived, and the longest in terms of the decode that it saves
+# this turn: all turns that decode pay for it.
 _TOKENIZATION_S = 0.002
+_TOKENIZATION_SHARE = 0.04
+# A shorter wait is mostly the time in which threads change.
+_LEAST_TOKENIZATION_S: Final = 0.0005
 # A step in which no scripted turn was due is repeated after this time at the latest, for the turns that arrive.
 _MOST_WAIT_S: Final = 0.02
 
@@ -419,6 +424,8 @@ class EngineLoop(CommandLoop):
         )
         # Turns whose submission was handled since the last step.
         self._arrived: list[str] = []
+        # Seconds that the last decode took.
+        self._decode_s = 0.0
 
     def _close(self) -> None:
         self._tokenization.close()
@@ -455,11 +462,14 @@ class EngineLoop(CommandLoop):
     def _await_tokenization(self) -> bool:
         """Wait briefly for the tokens of turns that have just arrived, if one of them could get a slot in this step.
 
-        Otherwise such a turn would be tokenized during a decode of the others, and prefilled only after it. ``False``
-        at the end.
+        Otherwise such a turn would be tokenized during a decode of the others, and prefilled only after it. Short
+        decodes are not worth a wait. ``False`` at the end.
         """
         arrived, self._arrived = self._arrived, []
-        until_s = self._clock() + _TOKENIZATION_S
+        wait_s = min(_TOKENIZATION_S, _TOKENIZATION_SHARE * self._decode_s)
+        if wait_s < _LEAST_TOKENIZATION_S:
+            return not self._closed
+        until_s = self._clock() + wait_s
         while 0 < self._scheduler.running < self._backend.model.slots and not self._closed:
             left_s = until_s - self._clock()
             if left_s <= 0 or not any(map(self._tokenization.get, arrived)):
@@ -486,6 +496,7 @@ class EngineLoop(CommandLoop):
             for key in plan.fetches:
                 self._kv.fetch(key, keep=restored)
             outcome = self._run(plan)
+            self._decode_s = outcome.decode_s or self._decode_s
             ended_s = self._clock()
             progress = self._scheduler.completed(outcome, now=ended_s)
             self._work = stats_of(plan, outcome, step_s=ended_s - now)

@@ -211,7 +211,7 @@ def test_long_turns_share_a_slot(tmp_path: Path) -> None:
 
 def test_turn_that_arrives_during_a_decode_is_read_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompt is tokenized before the next step is planned: no decode of the others comes in between."""
-    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", 60)
+    _wait_for_tokens(monkeypatch, 60)
     engine = Engine(slots=2)
     passes: list[int] = []
     decode = engine.backend.decode
@@ -232,7 +232,7 @@ def test_turn_that_arrives_during_a_decode_is_read_right_after_it(monkeypatch: p
 
 def test_long_tokenization_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits for it briefly, once, and continues."""
-    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", 0.01)
+    _wait_for_tokens(monkeypatch, 0.01)
     engine = Engine(slots=2)
     engine.backend.tokenizing["slow"] = threading.Event()
     engine.front.send(submit("old", "text", params=ENDLESS))
@@ -244,3 +244,25 @@ def test_long_tokenization_does_not_hold_up_the_others(monkeypatch: pytest.Monke
     engine.backend.tokenizing["slow"].set()
     assert engine.front.finished("new").reason == "stop"
     engine.stop()
+
+
+def test_short_decodes_do_not_wait_for_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arriving turn would save less time than the others lose."""
+    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", 3600)
+    engine = Engine(slots=2)
+    engine.backend.tokenizing["slow"] = threading.Event()
+    engine.front.send(submit("old", "text", params=ENDLESS))
+    engine.front.read_until(lambda: bool(engine.front.text("old")))
+    engine.tell(submit("new", "slow"))
+    shown = len(engine.front.text("old"))
+    engine.front.read_until(lambda: len(engine.front.text("old")) > shown + 20)
+    assert "new" not in engine.front.events
+    engine.backend.tokenizing["slow"].set()
+    assert engine.front.finished("new").reason == "stop"
+    engine.stop()
+
+
+def _wait_for_tokens(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+    """Let the loop wait so long for the tokens of a turn that arrives, however short decodes are."""
+    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", wait_s)
+    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_SHARE", 1e12)
