@@ -105,6 +105,7 @@ window.misbehave = async () => {
   document.head.append(element("base", { href: "https://evil.test/" }));
   document.body.append(element("form", { action: "https://evil.test/", method: "post" }));
   document.forms[document.forms.length - 1].submit();
-  await new Promise((later) => setTimeout(later, 200));
+  // The last of them is told when the navigation begins, which a busy machine delays.
+  for (let n = 0; n < 100 && !told.includes("form-action"); n += 1) await new Promise((later) => setTimeout(later, 200));
   return [...new Set(told)];
 };

@@ -22,8 +22,15 @@ const picker = () => import("./picker.js");
 /** Part of the context from which its meter warns. */
 const NEARLY_FULL = 0.85;
 
-// The first call of a number format takes as long as a frame, so it is made in advance.
-addEventListener("load", () => beginLater([1000].map((n) => void number(n)).values()), { once: true });
+/** The first use of a number format takes as long as a frame, so those of an answer's outcome are used in advance. */
+function* warming() {
+  for (const decimals of [undefined, 0, 1]) {
+    number(1000, decimals);
+    yield;
+  }
+}
+
+addEventListener("load", () => beginLater(warming()), { once: true });
 
 /**
  * One conversation.
