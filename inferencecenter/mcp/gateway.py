@@ -392,6 +392,9 @@ class McpGateway:
             reason = str(error)
         except TimeoutError:
             reason = "it did not answer in time"
+        except Exception:  # noqa: BLE001 - boundary: after a defect the requests of the account still get an answer
+            _log.exception("mcp_listing_failed", server=server)
+            reason = "an internal error"
         self._metrics.listing_failed(server)
         return reason
 

@@ -116,6 +116,22 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+async def test_defect_while_tools_are_listed_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request does not wait without an end, and the next one may succeed."""
+
+    async def fail(_client: StubClient) -> tuple[ListedTool, ...]:
+        raise ZeroDivisionError
+
+    world = World()
+    with monkeypatch.context() as patched:
+        patched.setattr(StubClient, "list_tools", fail)
+        found: list[object] = []
+        world.gateway.list_later("s", client_id="me", scopes=USER, on_end=found.append)
+        await until(lambda: bool(found))
+        assert found == [{"s": "an internal error"}]
+    assert len(await world.gateway.list_tools("s", client_id="me")) == 2
+
+
 async def test_account_needs_the_scope_or_its_name() -> None:
     """By default only operators may use a server; a listed account needs no scope."""
     servers = {"s": McpServerSettings(url="https://x/", accounts=("listed",))}
