@@ -21,7 +21,7 @@ from inferencecenter.core.fair_queue import FairWorker
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import SessionResult, SessionSummary, SessionUsage, TextHit, TextRange
-from inferencecenter.sessions.journal import SessionDeleted
+from inferencecenter.sessions.journal import SessionDeleted, ShareDeleted
 from inferencecenter.sessions.search import search_terms
 from inferencecenter.sessions.session import LiveSession
 from inferencecenter.sessions.table import MAX_BATCH
@@ -141,6 +141,9 @@ class ArchiveStore(Protocol):
         limit: int,
     ) -> list[tuple[str, str, int]]:
         """Return expired archived sessions: their ids, clients and characters."""
+
+    def expired_shares(self, now: float, limit: int) -> tuple[tuple[str, str], ...]:
+        """Return the ids and the clients of shares that have expired, in Unix seconds."""
 
     def recent(self, limit: int) -> tuple[tuple[str, str], ...]:
         """Return the ids and the clients of the most recently used archived sessions."""
@@ -504,6 +507,8 @@ class SessionArchive:
         self._expire_later()
         while await self.expire() == MAX_BATCH:
             pass
+        while await self.expire_shares() == MAX_BATCH:
+            pass
 
     async def close(self) -> None:
         """Stop expiring."""
@@ -532,6 +537,17 @@ class SessionArchive:
         found = await self._worker.run("", due)
         for session_id, client_id, n_chars in found:
             self._delete(client_id, session_id, n_chars)
+        return len(found)
+
+    async def expire_shares(self) -> int:
+        """Delete up to ``MAX_BATCH`` shares that have expired; return their number."""
+        if self._store is None or self._journal.fault is not None:
+            return 0
+        found = await self._worker.run("", partial(self._store.expired_shares, self._services.clock(), MAX_BATCH))
+        for share_id, client_id in found:
+            self._journal.of_client(client_id).write(ShareDeleted(share_id=share_id, client_id=client_id), flush=False)
+        for client_id in {client_id for _, client_id in found}:
+            await self.committed(client_id)
         return len(found)
 
     async def _evict(self, client_id: str) -> None:

@@ -461,6 +461,27 @@ async def test_idle_limit_deletes_archived_sessions(path: Path) -> None:
         assert long not in await world.archived()
 
 
+async def test_expired_shares_are_deleted(path: Path) -> None:
+    """Also of a client that never lists its shares; the others stay."""
+    async with storing(path) as world:
+        session_id = world.conversation()
+        made = [
+            await world.sessions.shares.create(
+                world.client,
+                requests.CreateShare(op="create_share", session_id=session_id, expires_in_s=expires_in_s),
+                max_shares=5,
+            )
+            for expires_in_s in (None, 10)
+        ]
+        await world.committed()
+        assert await world.kept.expire_shares() == 0
+        world.now += 20
+        assert await world.kept.expire_shares() == 1
+        assert world.store is not None
+        left = [world.store.reader.share(each.share.share_id) is not None for each in made]
+        assert left == [True, False]
+
+
 async def test_concurrent_loads_are_one(path: Path) -> None:
     """Several sockets that name a session at once share it."""
     async with storing(path) as world:

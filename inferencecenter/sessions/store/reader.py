@@ -156,6 +156,12 @@ class ArchiveReader:
         with self._reading() as database:
             return database.execute(_DUE, values).fetchall()
 
+    def expired_shares(self, now: float, limit: int) -> tuple[tuple[str, str], ...]:
+        """Return the ids and the clients of shares that have expired."""
+        with self._reading() as database:
+            query = "SELECT share_id, client_id FROM shares WHERE expires_at <= ? LIMIT ?"
+            return tuple(database.execute(query, (now, limit)).fetchall())
+
     def recent(self, limit: int) -> tuple[tuple[str, str], ...]:
         """Return the ids and the clients of the archived sessions used last."""
         with self._reading() as database:
