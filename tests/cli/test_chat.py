@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -392,12 +393,15 @@ async def test_ctrl_c_aborts_the_answer_then_exits(scripted: Start) -> None:
         await screen.until("the first after")
         await screen.until("> ")
         # Python sees a signal that comes just before input() waits only at the next one, so one more may be needed.
+        # Where the first one was seen and the exit takes longer than this waits, the next one interrupts it.
+        allowed = {0}
         for _attempt in range(TIMEOUT_S):
             os.write(terminal, b"\x03")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, 1)
                 break
-        assert process.returncode == 0
+            allowed.add(-signal.SIGINT)
+        assert process.returncode in allowed
 
 
 async def test_terminal_survives_a_refused_turn_and_exits_on_ctrl_d(scripted: Start) -> None:
