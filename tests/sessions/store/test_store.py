@@ -204,11 +204,11 @@ async def test_checkpoint_frees_a_disk_filled_by_the_log(small_disk: Callable[[i
         n_written = 0
         with reading(path):
             while store.fault is None:
+                await until(lambda: store.fault is not None or store.n_pending < 100)
                 store.write(opened("s_2", history=make_history("x" * 3000)), flush=False)
                 store.write(SessionDeleted(session_id="s_2"), flush=False)
                 store.release(lambda: told.append(1))
                 n_written += 1
-                await asyncio.sleep(0)
             assert store.fault.message == "sessions.sqlite3 cannot be written: the disk is full"
         await until(lambda: len(told) == n_written)
         assert store.fault is None
