@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from pydantic_core import PydanticSerializationError
+
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.params import parse_params
@@ -62,8 +64,8 @@ class PresetLibrary:
         """Save a preset, replacing the one with its type and name; ``sink`` is the requester.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for parameters that do not exist, ``quota_exceeded``, or
-                ``storage_unavailable``.
+            InferenceCenterError: ``invalid_request`` for parameters that do not exist and for a preset that is nested
+                too deep, ``quota_exceeded``, or ``storage_unavailable``.
         """
         parse_params(preset.params or {}, path="preset.params")
         journal = self._journal.of_client(client.client_id)
@@ -119,7 +121,17 @@ class PresetLibrary:
 
 
 def _size(preset: Preset) -> int:
-    return len(preset.model_dump_json(exclude_none=True))
+    """Return the characters of a preset in JSON.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` if it is nested too deep to be written.
+    """
+    try:
+        return len(preset.model_dump_json(exclude_none=True))
+    except PydanticSerializationError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "the preset is nested too deep to be stored", field="preset"
+        ) from error
 
 
 def _too_many(message: str) -> InferenceCenterError:

@@ -250,16 +250,16 @@ SAMPLED: dict[str, Any] = {
 async def test_sampled_answer_resumes_with_the_same_random_numbers(tmp_path: Path, demo_model_path: Path) -> None:
     """After a kill the next daemon samples the following text as an uninterrupted one would have.
 
-    A prefill rounds otherwise than decoding does, and with this seed one draw at character 1,310 lies so close to a
-    border that it differs after one resume in eight (decision 16). The answer is long so that it has not ended when the
-    daemon is killed.
+    A prefill rounds otherwise than decoding does, so sooner or later a draw lies so close to a border that it differs
+    (decision 16): with this seed at character 1,310, and on a processor without AVX-512 at 1,176. So only the text that
+    follows a kill is compared. The answer is long so that it has not ended when the daemon is killed.
     """
-    n_compared = 1200
+    n_after = 400
     with house(tmp_path / "state", demo_model_path, SETTINGS) as home:
         async with connect_client(home.daemon) as client:
             whole = await (await RecordingClient.open(client)).turn("Tell me a story.", **SAMPLED)
             other = await (await RecordingClient.open(client)).turn("Tell me a story.", **SAMPLED | {"seed": 12})
-        assert whole != other
+        assert whole[:n_after] != other[:n_after]
         for least_chars in (1, len(whole) // 4):
             async with connect_client(home.daemon) as client:
                 recorder = await RecordingClient.open(client)
@@ -272,6 +272,7 @@ async def test_sampled_answer_resumes_with_the_same_random_numbers(tmp_path: Pat
                 home.daemon.process.wait()
                 home.start()
             assert recorder.last.end is None
+            n_compared = len(recorder.text) + n_after
             async with connect_client(home.daemon) as client:
                 await recorder.resume(client)
                 text = await recorder.finish()

@@ -10,6 +10,7 @@ import pytest
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import read_frame
+from inferencecenter.protocol.requests import SavePreset
 from inferencecenter.protocol.values import Preset, Tool
 from inferencecenter.sessions.journal import PresetRemoved, PresetStored
 from inferencecenter.sessions.presets import MAX_PRESET_CHARS, MAX_PRESETS
@@ -89,6 +90,19 @@ def test_unknown_parameter_is_refused(world: SessionHarness) -> None:
     wrong = SETTINGS.model_copy(update={"params": {"warmth": 1}})
     error = refused(lambda: world.sessions.presets.save(world.client, wrong))
     assert error.field == "preset.params.warmth"
+    assert world.sessions.presets.list(world.client).presets == ()
+
+
+def test_preset_that_is_nested_too_deep_is_refused(world: SessionHarness) -> None:
+    """A frame may be nested deeper than what is written of it."""
+    schema = '{"a":' * 300 + "{}" + "}" * 300
+    frame = read_frame(
+        f'{{"op":"save_preset","preset":{{"preset_type":"settings","name":"a","json_schema":{schema}}}}}'
+    )
+    request = frame.parse()
+    assert isinstance(request, SavePreset)
+    error = refused(lambda: world.sessions.presets.save(world.client, request.preset))
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "preset")
     assert world.sessions.presets.list(world.client).presets == ()
 
 

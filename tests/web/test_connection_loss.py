@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from playwright.async_api import TimeoutError as TooLateError
 from playwright.async_api import expect
 
-from tests.e2e.harness import connect_client, run_daemon, start_daemon
+from tests.e2e.harness import connect_client, run_daemon, start_daemon, stopped
 from tests.web.browser import MARKS, bare, said, signed_in
 from tests.web.conftest import ECHO, ROOMY
 from tests.web.wire import proxy_to
@@ -42,10 +42,13 @@ async def test_reload_during_an_answer(browser: Browser, echo: Daemon) -> None:
     async with signed_in(browser, echo) as visit:
         await visit.ask(QUESTION)
         await expect(visit.answers.first).to_contain_text("4 bottles")
-        await visit.page.reload()
+        with stopped(echo.engine_pid()):  # the answer must not end before the page is shown again
+            await visit.page.reload()
+            await expect(visit.answers.first).to_contain_text("4 bottles")
         await expect(visit.answers.first).to_contain_text("12 bottles")
-        await visit.page.reload()
-        await expect(visit.button("Stop")).to_be_visible()
+        with stopped(echo.engine_pid()):
+            await visit.page.reload()
+            await expect(visit.button("Stop")).to_be_visible()
         await whole(await visit.answered())
         await visit.page.reload()
         await whole(await visit.answered())
