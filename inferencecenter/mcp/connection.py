@@ -51,6 +51,8 @@ MAX_LIST_BYTES: Final = 512 * 1024
 MAX_DESCRIPTION_CHARS: Final = 4096
 MAX_STRUCTURE: Final = 40_000
 """Maximum number of lists, objects and fields of a message, which is parsed on the event loop."""
+_STRUCTURE_STEP: Final = MAX_STRUCTURE // 100
+"""Growth after which a message whose strings contain brackets and colons is searched again."""
 _MAX_PARTS: Final = 1024
 _MAX_PAGES: Final = 16
 _MAX_REASON_CHARS: Final = 400
@@ -366,15 +368,21 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._closed: Callable[[], None] | None = closed
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        message = b""
+        # A server chooses the size of its chunks, so the work for each is linear in the chunk, not in the message.
+        message, n_structure, checked_at = bytearray(), 0, MAX_STRUCTURE
         async for chunk in self._stream:
             message += chunk
+            n_structure += _n_structure(chunk)
             if self._is_stream:
                 for end in (b"\n\n", b"\r\n\r\n"):
                     at = message.rfind(end, max(0, len(message) - len(chunk) - len(end)))
-                    message = message[at + len(end) :] if at >= 0 else message
-            if len(message) > self._max_bytes or is_dense(message):
+                    if at >= 0:
+                        del message[: at + len(end)]
+                        n_structure, checked_at = _n_structure(message), MAX_STRUCTURE
+            if len(message) > self._max_bytes or (n_structure > checked_at and is_dense(bytes(message))):
                 raise httpx2.StreamError("the response is too long")
+            if n_structure > checked_at:
+                checked_at = n_structure + _STRUCTURE_STEP
             yield chunk
 
     async def aclose(self) -> None:
@@ -560,7 +568,7 @@ def is_dense(message: bytes) -> bool:
     return bare.count(b'"') > 16 * MAX_STRUCTURE or _n_structure(b"".join(bare.split(b'"')[::2])) > MAX_STRUCTURE
 
 
-def _n_structure(text: bytes) -> int:
+def _n_structure(text: bytes | bytearray) -> int:
     return sum(map(text.count, (b"[", b"{", b":")))
 
 

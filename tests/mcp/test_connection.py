@@ -10,11 +10,12 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import pytest
 
 from inferencecenter.config.sections import McpServerSettings
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.mcp.connection import MAX_STRUCTURE, MAX_TOOLS, McpConnection, is_dense
+from inferencecenter.mcp.connection import MAX_STRUCTURE, MAX_TOOLS, McpConnection, _BoundedStream, is_dense
 from inferencecenter.mcp.gateway import McpLostError, McpRefusedError, McpUnreachableError
 from tests.mcp.server import CallFile, serve
 
@@ -375,6 +376,35 @@ async def test_number_of_parts_is_bounded(is_stream: bool, n_parts: int, is_read
 def test_structure_is_counted_outside_of_strings(message: bytes, expected: bool) -> None:
     """Whatever the strings contain."""
     assert is_dense(message) is expected
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_small_chunks_of_a_message_are_not_searched_again_each_time(
+    monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """The server chooses the size of the chunks; a message that is dense is still refused."""
+    searched: list[int] = []
+
+    def search(message: bytes) -> bool:
+        searched.append(len(message))
+        return is_dense(message)
+
+    monkeypatch.setattr("inferencecenter.mcp.connection.is_dense", search)
+
+    async def read(message: bytes) -> None:
+        class Chunks(httpx2.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                for at in range(len(message)):
+                    yield message[at : at + 1]
+
+        bounded = _BoundedStream(Chunks(), 1_000_000, is_stream=is_stream, closed=lambda: None)
+        async for _ in bounded:
+            pass
+
+    await read(b'"' + b":" * (MAX_STRUCTURE + 4000) + b'"')
+    assert 0 < len(searched) <= 11
+    with pytest.raises(httpx2.StreamError):
+        await read(b"[" * (MAX_STRUCTURE + 4000))
 
 
 async def test_parts_that_are_no_text_are_named() -> None:
