@@ -128,12 +128,15 @@ async def test_flood_of_requests_is_paced_and_bounded(tmp_path: Path) -> None:
     """A server that asks without end and reads no answer is slowed down, and leaves no tasks behind."""
     path = tmp_path / "n"
     async with running(command=sys.executable, args=("-c", _FLOOD, str(path))) as connection:
+        began_s = time.monotonic()
         await connection.open()
         before = len(asyncio.all_tasks())
         await asyncio.to_thread(wait_for_file, path)
         await asyncio.sleep(2)
         assert len(asyncio.all_tasks()) <= before + 20
-        assert int(path.read_text() or 0) < 2000
+        n_sent = int(path.read_text() or 0)
+        # What buffers hold and what the pace admits, in a time that is longer on a busy machine.
+        assert n_sent < 1800 + 100 * (time.monotonic() - began_s)
 
 
 async def test_grandchildren_end_too(tmp_path: Path) -> None:
