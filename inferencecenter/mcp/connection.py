@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from inferencecenter.core.errors import reason_of
 from inferencecenter.mcp.gateway import ListedTool, McpLostError, McpRefusedError, McpUnreachableError, ToolResult
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
     from contextvars import Context
@@ -233,10 +235,10 @@ class McpConnection:
         else:
             read, write = await stack.enter_async_context(await self._http_streams(stack, max_bytes))
         own = mcp_types.Implementation(name="inferencecenter", version=__version__)
-        answers = _Answers(write)
-        messages = _PacedMessages(read, answers)
+        outgoing = _OutgoingMessages(write)
+        incoming = _IncomingMessages(read, outgoing)
         session = await stack.enter_async_context(
-            ClientSession(messages, answers, client_info=own, message_handler=self._on_message)
+            ClientSession(incoming, outgoing, client_info=own, message_handler=self._on_message)
         )
         await session.initialize()
         return session
@@ -249,7 +251,8 @@ class McpConnection:
         self, stack: AsyncExitStack, max_bytes: int
     ) -> AbstractAsyncContextManager[TransportStreams]:
         settings = self._settings
-        self._transport = _BoundedTransport(max_bytes)
+        tls = await asyncio.to_thread(_tls_context)
+        self._transport = _BoundedTransport(max_bytes, tls)
         client = await stack.enter_async_context(
             httpx2.AsyncClient(
                 transport=self._transport,
@@ -295,6 +298,12 @@ def _headers(settings: McpServerSettings) -> dict[str, str]:
     return headers
 
 
+@functools.cache
+def _tls_context() -> ssl.SSLContext:
+    """Return the context of all connections. Reading the certificate authorities takes up to a quarter of a second."""
+    return httpx2.create_ssl_context(trust_env=False)
+
+
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
     """Refuses compressed responses, long and dense ones; in event streams each event is bounded instead.
 
@@ -304,8 +313,8 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         n_open: Number of requests without a response that is complete.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(trust_env=False, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=2))
+    def __init__(self, max_bytes: int, tls: ssl.SSLContext) -> None:
+        super().__init__(verify=tls, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=2))
         self._max_bytes = max_bytes
         self._next_get_s = 0.0
         self.n_open = 0
@@ -392,7 +401,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-class _Answers:
+class _OutgoingMessages:
     """The messages to a server; counts the server's requests without an answer.
 
     Each of them is a task of the package until its answer is sent, which a server that reads nothing prevents.
@@ -402,7 +411,7 @@ class _Answers:
         self._messages = messages
         self._n_unanswered = 0
 
-    def expect(self) -> bool:
+    def expect_answer(self) -> bool:
         """Count a request of the server; ``False`` if too many have no answer."""
         if self._n_unanswered >= _MAX_UNANSWERED:
             return False
@@ -424,15 +433,15 @@ class _Answers:
         await self.aclose()
 
 
-class _PacedMessages:
+class _IncomingMessages:
     """The messages of a server, of which those that answer nothing are paced and, if they are requests, bounded.
 
     A server that sends them without end would otherwise take a large part of the event loop, and all memory.
     """
 
-    def __init__(self, messages: ReadStream[SessionMessage | Exception], answers: _Answers) -> None:
+    def __init__(self, messages: ReadStream[SessionMessage | Exception], outgoing: _OutgoingMessages) -> None:
         self._messages = messages
-        self._answers = answers
+        self._outgoing = outgoing
         self._next_s = 0.0
 
     @property
@@ -446,7 +455,7 @@ class _PacedMessages:
             if isinstance(item, SessionMessage):
                 if isinstance(item.message, mcp_types.JSONRPCRequest | mcp_types.JSONRPCNotification):
                     await self._pace()
-                if isinstance(item.message, mcp_types.JSONRPCRequest) and not self._answers.expect():
+                if isinstance(item.message, mcp_types.JSONRPCRequest) and not self._outgoing.expect_answer():
                     continue
             return item
 

@@ -53,12 +53,12 @@ def test_promtool_accepts_the_metrics_page(daemon: Daemon) -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_loop_check_fails_on_blocked_loop(tmp_path: Path) -> None:
-    """The check after each daemon fails on CPU time, and not on a stall of the machine."""
+def test_blocked_loop_is_warned_of(tmp_path: Path) -> None:
+    """Steps of the event loop are judged by CPU time, so that a stall of the machine is no warning."""
     log = tmp_path / "daemon.log"
     log.write_text('{"event": "loop_blocked", "lag_ms": 4000, "cpu_ms": 249}\n')
     daemon = Daemon(process=cast("Popen[bytes]", None), port=0, state_dir=tmp_path, log=log)
-    daemon.assert_loop_was_free()
+    daemon.warn_of_blocked_loop()
     log.write_text('{"event": "loop_blocked", "lag_ms": 300, "cpu_ms": 250, "line": "server/hub.py:1 walk"}\n')
-    with pytest.raises(AssertionError, match=r"hub\.py"):
-        daemon.assert_loop_was_free()
+    with pytest.warns(UserWarning, match=r"blocked.*hub\.py"):
+        daemon.warn_of_blocked_loop()

@@ -6,16 +6,33 @@ import asyncio
 import contextlib
 import json
 import logging
+import ssl
+import threading
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import httpx2
 import pytest
+from mcp import types as mcp_types
+from mcp.shared.message import SessionMessage
 
 from inferencecenter.config.sections import McpServerSettings
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.mcp.connection import MAX_STRUCTURE, MAX_TOOLS, McpConnection, _BoundedStream, is_dense
+from inferencecenter.mcp.connection import (
+    _MESSAGE_BURST,
+    _MESSAGE_INTERVAL_S,
+    MAX_STRUCTURE,
+    MAX_TOOLS,
+    McpConnection,
+    _BoundedStream,
+    _IncomingMessages,
+    _OutgoingMessages,
+    _tls_context,
+    is_dense,
+)
 from inferencecenter.mcp.gateway import McpLostError, McpRefusedError, McpUnreachableError
 from tests.mcp.server import CallFile, serve
 
@@ -101,6 +118,25 @@ async def test_tools_of_a_real_server_run(port: int) -> None:
         result = await connection.call_tool("get_weather", {"city": "Oslo"})
         assert (result.text, result.is_error) == ("-3 °C in Oslo", False)
         assert (await connection.call_tool("fail", {})).is_error
+
+
+async def test_certificate_authorities_are_read_outside_the_event_loop(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a quarter of a second of CPU on a slow processor."""
+    threads = []
+
+    def context(**_: object) -> ssl.SSLContext:
+        threads.append(threading.current_thread())
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+    monkeypatch.setattr(httpx2, "create_ssl_context", context)
+    _tls_context.cache_clear()
+    async with connected(port) as connection:
+        await connection.open()
+    _tls_context.cache_clear()
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 async def test_changed_tools_are_announced(port: int) -> None:
@@ -423,3 +459,48 @@ async def test_parts_that_are_no_text_are_named() -> None:
         await connection.open()
         result = await connection.call_tool("x", {})
         assert result.text == "one\n[image: image/png, 3 bytes]\n[resource: file:///x]\ninside"
+
+
+def ping(n: int) -> SessionMessage:
+    """A request of a server."""
+    return SessionMessage(mcp_types.JSONRPCRequest(jsonrpc="2.0", id=n, method="ping"))
+
+
+async def test_requests_of_a_server_that_reads_no_answers_are_bounded() -> None:
+    """Each is a task of the package until its answer is sent, so that more of them are dropped."""
+    from_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](64)
+    outgoing, _to_server = anyio.create_memory_object_stream[SessionMessage](1)
+    answers = _OutgoingMessages(outgoing)
+    async with from_server, _to_server, _IncomingMessages(incoming, answers) as messages, answers:
+        for n in range(20):
+            from_server.send_nowait(ping(n))
+        answer = SessionMessage(mcp_types.JSONRPCResponse(jsonrpc="2.0", id=0, result={}))
+        from_server.send_nowait(answer)  # a message that is no request passes
+        assert [await messages.receive() for _ in range(17)] == [*map(ping, range(16)), answer]
+        await answers.send(answer)
+        for n in range(20, 22):
+            from_server.send_nowait(ping(n))
+        from_server.close()
+        assert [item async for item in messages] == [ping(20)]
+
+
+async def test_messages_of_a_server_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a burst, one for each interval; results are not delayed."""
+    delays = []
+
+    async def sleep(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    from_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](1000)
+    outgoing, _to_server = anyio.create_memory_object_stream[SessionMessage](0)
+    answers = _OutgoingMessages(outgoing)
+    async with from_server, _to_server, _IncomingMessages(incoming, answers) as messages, answers:
+        notification = SessionMessage(mcp_types.JSONRPCNotification(jsonrpc="2.0", method="notifications/message"))
+        for _ in range(_MESSAGE_BURST + 2):
+            from_server.send_nowait(notification)
+            await messages.receive()
+        from_server.send_nowait(SessionMessage(mcp_types.JSONRPCResponse(jsonrpc="2.0", id=0, result={})))
+        await messages.receive()
+    assert delays == pytest.approx([_MESSAGE_INTERVAL_S, 2 * _MESSAGE_INTERVAL_S])
