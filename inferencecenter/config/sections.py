@@ -189,7 +189,7 @@ class EngineSettings(Section):
         0,
         ge=0,
         le=1024,
-        description="Threads for decode; 0 is one per physical core, or a few if the whole model is on a GPU.",
+        description="Threads for decode; 0 is one per physical core, or fewer for a tiny model or one on a GPU.",
     )
     n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prefill; 0 is the same as for decode.")
     n_batch: int = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.hardware.footprint import kv_bytes, kv_bytes_per_token
-from inferencecenter.hardware.placement import Reason, margin_bytes, usable_bytes
+from inferencecenter.hardware.placement import WEIGHT_BYTES_PER_THREAD, Reason, margin_bytes, usable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -286,6 +286,8 @@ def _why_threads(n_threads: int, model: ModelShape, chosen: Placement, constrain
         return _SET
     if chosen.n_gpu_layers > model.n_layers and not chosen.experts_in_host:
         return "the CPU only looks up embeddings"
+    if not constraints.embeds and model.bytes < (n_threads + 1) * WEIGHT_BYTES_PER_THREAD:
+        return f"one for each {mib(WEIGHT_BYTES_PER_THREAD)} of weights, at least one"
     return f"one for each of {n_threads} cores"
 
 

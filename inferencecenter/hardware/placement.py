@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.footprint import RuntimeConfig
 
 MIB: Final = 2**20
+WEIGHT_BYTES_PER_THREAD: Final = 4 * MIB
+"""Weights that occupy a thread in each decode; see ``decode_threads``."""
 _LEAST_MARGIN_BYTES: Final = 300 * MIB
 
 SplitMode: TypeAlias = Literal["layer", "none"]
@@ -185,3 +187,12 @@ def margin_bytes(device: Device, constraints: PlacementConstraints) -> int:
 def usable_bytes(device: Device, constraints: PlacementConstraints) -> int:
     """Return the memory of a GPU that a plan may use: free memory less the margin and the measured correction."""
     return max(0, device.free_bytes - margin_bytes(device, constraints) - device.correction_bytes)
+
+
+def decode_threads(weight_bytes: int, cores: int) -> int:
+    """Return the number of threads with which a processor decodes a model fastest.
+
+    In the decode of a tiny model the barriers between threads take longer than the work they divide
+    (docs/decisions/0005-spinning-threads.md).
+    """
+    return max(1, min(cores, weight_bytes // WEIGHT_BYTES_PER_THREAD))

@@ -22,6 +22,7 @@ from inferencecenter.hardware.placement import (
     DeviceDemand,
     Placement,
     PlacementPlan,
+    decode_threads,
     usable_bytes,
 )
 
@@ -266,11 +267,12 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: 
 
 
 def threads(model: ModelShape, chosen: Placement, host: Host, constraints: PlacementConstraints) -> int:
-    """Return the number of compute threads: few if the processor only looks up embeddings."""
+    """Return the number of compute threads: few if the processor only looks up embeddings, or has little to read."""
     if constraints.n_threads:
         return constraints.n_threads
-    everything = chosen.n_gpu_layers > model.n_layers and not chosen.cpu_tensors
-    return min(_FEW_THREADS, host.cores) if everything else host.cores
+    if chosen.n_gpu_layers > model.n_layers and not chosen.cpu_tensors:
+        return min(_FEW_THREADS, host.cores)
+    return host.cores if constraints.embeds else decode_threads(model.bytes, host.cores)
 
 
 def uses_flash_attention(constraints: PlacementConstraints, *, n_gpu_layers: int, kv_types: tuple[str, str]) -> bool:

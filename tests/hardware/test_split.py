@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from inferencecenter.hardware import split
 from inferencecenter.hardware.footprint import RuntimeConfig
 from inferencecenter.hardware.model_shape import with_adapters
-from inferencecenter.hardware.placement import MIB, Device, Host, PlacementConstraints, margin_bytes, usable_bytes
+from inferencecenter.hardware.placement import (
+    MIB,
+    Device,
+    Host,
+    PlacementConstraints,
+    decode_threads,
+    margin_bytes,
+    usable_bytes,
+)
 from inferencecenter.hardware.split import plan
 from tests.hardware.conftest import GIB, HOST, gpus
 
@@ -437,6 +445,23 @@ def test_thread_counts(shape_of: ShapeOf) -> None:
     assert plan(model, (), HOST, PlacementConstraints()).n_threads == 6
     assert plan(model, gpus(3), HOST, PlacementConstraints()).n_threads == 4
     assert plan(model, gpus(3), HOST, PlacementConstraints(n_threads=5)).n_threads == 5
+
+
+@pytest.mark.parametrize(
+    ("mib", "cores", "n_threads"), [(3, 8, 1), (6, 8, 1), (8, 8, 2), (16, 2, 2), (28, 16, 7), (500, 16, 16)]
+)
+def test_tiny_models_are_decoded_with_few_threads(mib: int, cores: int, n_threads: int) -> None:
+    """A thread has at least 4 MiB of weights to read, if there is more than one."""
+    assert decode_threads(mib * MIB, cores) == n_threads
+
+
+def test_plan_of_a_tiny_model_has_one_thread(shape_of: ShapeOf) -> None:
+    """Barriers between threads take longer than the work they divide; embeddings have long batches."""
+    shape = replace(shape_of("llama3.2-1b"), embedding_bytes=MIB, output_bytes=MIB, layers=())
+    tiny = plan(shape, (), HOST, PlacementConstraints())
+    assert tiny.n_threads == 1
+    assert "for each 4 MiB of weights" in next(each.why for each in tiny.reasons if each.name == "n_threads")
+    assert plan(shape, (), HOST, PlacementConstraints(embeds=True)).n_threads == 6
 
 
 def test_search_for_a_model_that_never_fits_is_bounded(shape_of: ShapeOf, monkeypatch: pytest.MonkeyPatch) -> None:

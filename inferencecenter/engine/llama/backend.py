@@ -24,6 +24,7 @@ from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
 from inferencecenter.engine.scheduler.speculation import most_drafts
 from inferencecenter.hardware.memory import physical_cores
+from inferencecenter.hardware.placement import decode_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -505,7 +506,8 @@ class LlamaBackend:
             options, model, log = load_model(
                 options, sizes=sizes, on_progress=on_progress, on_log=on_log, resources=resources
             )
-            context = LlamaContext(model, options, n_threads=options.n_threads or physical_cores(), log=log)
+            n_threads = options.n_threads or decode_threads(model.n_bytes, physical_cores())
+            context = LlamaContext(model, options, n_threads=n_threads, log=log)
             resources.callback(context.close)
             # GPU libraries allocate memory only when they are first used with a batch of full size.
             full_batch = options.n_ubatch if model.n_gpu_layers else 0
@@ -579,7 +581,8 @@ def _load_draft_model(  # noqa: PLR0913 - called by ``load`` alone, with what it
     model = LlamaModel.load(own, on_progress=lambda _fraction: on_progress(1.0), log=log)
     resources.callback(model.close)
     check_draft_model(model, main)
-    drafting = LlamaContext(model, own, n_threads=context.n_threads, log=log)
+    n_threads = options.n_threads or decode_threads(model.n_bytes, context.n_threads)
+    drafting = LlamaContext(model, own, n_threads=n_threads, log=log)
     resources.callback(drafting.close)
     drafting.warm_up(max(model.vocab.bos, 0), n_tokens=own.n_ubatch if model.n_gpu_layers else 0)
     return LlamaDraftModel(model, drafting, main=main, on_log=on_log)

@@ -188,6 +188,7 @@ class LlamaModel:
         self.path = path
         self.adapters = adapters
         self.n_layers: int = lib.llama_model_n_layer(handle)
+        self.n_bytes: int = lib.llama_model_size(handle)
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(handle)
         self.n_gpu_layers = self.n_layers if n_gpu_layers < 0 else min(n_gpu_layers, self.n_layers)
         self.vocab = Vocabulary(lib.llama_model_get_vocab(handle))
@@ -237,7 +238,7 @@ class LlamaModel:
             architecture=self.metadata("general.architecture"),
             backend="llama",
             n_params=lib.llama_model_n_params(self.handle),
-            size_bytes=lib.llama_model_size(self.handle),
+            size_bytes=self.n_bytes,
             n_vocab=vocab.n_tokens,
             n_layers=self.n_layers,
             n_gpu_layers=self.n_gpu_layers,
