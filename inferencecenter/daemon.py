@@ -43,7 +43,7 @@ from inferencecenter.models.registry import configured_files, read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
 from inferencecenter.reload import ConfigReloader
-from inferencecenter.server.context import ServerContext, no_sessions, no_usage
+from inferencecenter.server.context import ServerContext, no_sessions, no_usage, no_usage_page
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, bind_ollama, inherited_sockets
 from inferencecenter.server.load_history import HISTORY_FILE, LoadHistory, recording
@@ -90,9 +90,9 @@ if TYPE_CHECKING:
     from inferencecenter.mcp.gateway import McpClient
     from inferencecenter.models.registry import ModelSpec, Registry
     from inferencecenter.protocol.params import Params
-    from inferencecenter.server.context import SessionReader, UsageReader
+    from inferencecenter.server.context import SessionReader, UsagePageReader, UsageReader
     from inferencecenter.sessions.observability import Totals
-    from inferencecenter.sessions.store.archive import SessionLine, UsageLine
+    from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.metrics import McpMetrics
@@ -157,9 +157,21 @@ def usage_reader(settings: Settings) -> UsageReader:
     if not settings.sessions.store:
         return no_usage
 
-    def read(client_id: str | None, since: str) -> Sequence[UsageLine]:
+    def read(client_id: str, since: str) -> Sequence[UsageLine]:
         with _read_store(settings, "usage") as archive:
             return archive.usage(client_id, since=since)
+
+    return read
+
+
+def usage_page_reader(settings: Settings) -> UsagePageReader:
+    """Return a function that reads a page of the usage of all accounts; without a session store none is kept."""
+    if not settings.sessions.store:
+        return no_usage_page
+
+    def read(since: str, after: str | None, limit: int) -> UsagePage:
+        with _read_store(settings, "usage") as archive:
+            return archive.usage_page(since, after=after, limit=limit)
 
     return read
 
@@ -430,6 +442,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         pressure=lambda: memory.pressure,
         stop=lambda: listener.stop(),  # noqa: PLW0108 - it is made further down
         read_usage=usage_reader(settings),
+        read_usage_page=usage_page_reader(settings),
         read_sessions=session_reader(settings),
         purge=lambda kind, name: _purge(kind, name, sessions, store),
         external=external_auth(settings),

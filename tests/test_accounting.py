@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 
 from inferencecenter.config.settings import Settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.daemon import external_auth, usage_reader, used_today
+from inferencecenter.daemon import external_auth, usage_page_reader, usage_reader, used_today
+from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
@@ -44,10 +45,38 @@ def test_client_usage_has_one_line_a_day(settings: Settings) -> None:
     assert usage_reader(settings)("eve", "") == []
 
 
+def test_pages_of_usage_have_the_accounts_with_the_most_tokens_first(settings: Settings) -> None:
+    """Each account once, with its days in order; accounts with equal tokens by their names."""
+    with contextlib.closing(open_writing(settings.state_dir / DATABASE_NAME)) as database:
+        database.execute("INSERT INTO usage VALUES ('cay', 'eeff', '2026-01-02', 1, 100, 60, 7)")
+    read, found, after = usage_page_reader(settings), [], None
+    for n_more in (2, 1, 0):
+        page = read("2026-01-02", after, 1)
+        assert page.n_more == n_more
+        found.append([(line.client_id, line.turns) for line in page.lines])
+        after = page.lines[-1].client_id
+    assert found == [[("ada", 1), ("ada", 2)], [("bob", 1)], [("cay", 1)]]
+    assert read("2026-01-02", after, 1).lines == ()
+    assert read("2026-01-03", None, 5).n_more == 0
+
+
+def test_reading_usage_of_one_account_skips_all_others(settings: Settings) -> None:
+    """A client may ask for it often: SQLite's steps do not grow with the other accounts."""
+    path, steps = settings.state_dir / DATABASE_NAME, []
+    with contextlib.closing(open_writing(path)) as database:
+        database.executemany(
+            "INSERT INTO usage VALUES (?, '', '2026-01-02', 1, 1, 1, 1)", [(f"x{n}",) for n in range(2000)]
+        )
+        database.set_progress_handler(lambda: steps.append(1), 1)
+        assert len(Archive(path, database).usage("ada")) == 2
+    assert len(steps) < 1000
+
+
 def test_without_stored_sessions_there_is_no_usage(settings: Settings) -> None:
     """An earlier daemon may have stored some."""
     not_kept = Settings.model_validate({"state_dir": settings.state_dir, "sessions": {"store": False}})
     assert usage_reader(not_kept)("ada", "") == ()
+    assert usage_page_reader(not_kept)("", None, 50).lines == ()
 
 
 def test_unreadable_file_does_not_prevent_the_start(settings: Settings) -> None:

@@ -421,11 +421,12 @@ class UsageReport(Event):
 
 
 class UsageByAccount(Event):
-    """Usage of the accounts that used the most tokens, at most 50, in descending order."""
+    """A page of the accounts with usage, at most 50, by their tokens in descending order."""
 
     op: Literal["usage_by_account"] = "usage_by_account"
     usage_by_account: tuple[AccountUsage, ...] = Field(description="The accounts.")
     omitted_accounts: int = Field(description="Number of further accounts with usage.")
+    next: str | None = Field(default=None, description="`after` of the next page; absent on the last one.")
 
 
 class LogSubscribed(Event):

@@ -622,6 +622,10 @@ class ListUsage(Request):
     days: int = Field(
         default=30, ge=1, le=366, description="Number of days, including today; days begin at midnight UTC."
     )
+    limit: int = Field(
+        default=50, ge=1, le=50, description="Page size; a page also has at most 4,000 days of all accounts together."
+    )
+    after: Credential | None = Field(default=None, description="`next` of the previous page.")
 
 
 class SubscribeLog(Request):

@@ -30,6 +30,7 @@ from inferencecenter.server.hub import ConnectionHub
 from inferencecenter.server.load_history import LoadHistory
 from inferencecenter.server.metrics_stream import GpuCache, MetricsFeed, MetricsSampler
 from inferencecenter.server.stream_recording import StreamRecordings
+from inferencecenter.sessions.store.archive import UsagePage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -53,13 +54,22 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
-UsageReader: TypeAlias = "Callable[[str | None, str], Sequence[UsageLine]]"
-"""Reads the usage of a client, or of all, from a day on, such as 2026-11-22; blocks for disk I/O."""
+UsageReader: TypeAlias = "Callable[[str, str], Sequence[UsageLine]]"
+"""Reads the usage of a client from a day on, such as 2026-11-22; blocks for disk I/O."""
 
 
-def no_usage(_client_id: str | None, _since: str) -> Sequence[UsageLine]:
+def no_usage(_client_id: str, _since: str) -> Sequence[UsageLine]:
     """Return no usage, which is not recorded if sessions are not stored."""
     return ()
+
+
+UsagePageReader: TypeAlias = "Callable[[str, str | None, int], UsagePage]"
+"""Reads the usage, from a day on, of the accounts after one, at most so many; blocks for disk I/O."""
+
+
+def no_usage_page(_since: str, _after: str | None, _limit: int) -> UsagePage:
+    """Return no usage, as ``no_usage`` does."""
+    return UsagePage((), n_more=0)
 
 
 SessionReader: TypeAlias = "Callable[[str | None, str | None, int], Sequence[SessionLine]]"
@@ -135,10 +145,10 @@ class ServerContext:
 
     ``pressure`` returns the memory pressure last measured; ``last_engine_events`` holds the last event sent to clients
     for each model's engine. ``account_defaults`` apply to new accounts. ``refusal_backoffs`` are those of HTTP
-    requests. ``read_usage`` reads a client's usage; ``purge`` ends and deletes a session, or all of a client, and
-    returns whether there was one. ``worker`` runs CPU-bound work, ``disk_worker`` blocking disk I/O, and ``stop`` ends
-    the daemon as SIGTERM does. ``stream_recordings`` has the streams that outlive their connection, ``mcp`` the
-    declared MCP servers.
+    requests. ``read_usage`` reads a client's usage, ``read_usage_page`` that of several; ``purge`` ends and deletes a
+    session, or all of a client, and returns whether there was one. ``worker`` runs CPU-bound work, ``disk_worker``
+    blocking disk I/O, and ``stop`` ends the daemon as SIGTERM does. ``stream_recordings`` has the streams that outlive
+    their connection, ``mcp`` the declared MCP servers.
     """
 
     settings: ServerSettings
@@ -158,6 +168,7 @@ class ServerContext:
     operation_pacer: Pacer
     connection_pacer: Pacer
     read_usage: UsageReader
+    read_usage_page: UsagePageReader
     read_sessions: SessionReader
     purge: Callable[[PurgeKind, str], Awaitable[bool]]
     stop: Callable[[], None]
@@ -192,6 +203,7 @@ class ServerContext:
         stop: Callable[[], None],
         account_defaults: AuthSettings | None = None,
         read_usage: UsageReader = no_usage,
+        read_usage_page: UsagePageReader = no_usage_page,
         read_sessions: SessionReader = no_sessions,
         purge: Callable[[PurgeKind, str], Awaitable[bool]] | None = None,
         external: ExternalAuthProvider | None = None,
@@ -226,6 +238,7 @@ class ServerContext:
             operation_pacer=Pacer(interval_s=_OPERATION_INTERVAL_S, burst=_OPERATION_BURST, monotonic=monotonic),
             connection_pacer=Pacer(interval_s=_CONNECTION_INTERVAL_S, burst=_CONNECTION_BURST, monotonic=monotonic),
             read_usage=read_usage,
+            read_usage_page=read_usage_page,
             read_sessions=read_sessions,
             purge=purge or partial(_purge_live, sessions),
             stop=stop,

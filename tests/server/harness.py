@@ -33,7 +33,7 @@ from inferencecenter.models.registry import ModelSpec
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ModelSummary
-from inferencecenter.server.context import ServerContext, UsageReader, no_usage
+from inferencecenter.server.context import ServerContext, UsagePageReader, UsageReader, no_usage, no_usage_page
 from inferencecenter.server.listener import Listener, bind
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.telemetry.metrics import DaemonMetrics
@@ -372,6 +372,7 @@ async def running_server(
     limits: AccessLimits = NO_LIMITS,
     external: ExternalAuthProvider | None = None,
     read_usage: UsageReader = no_usage,
+    read_usage_page: UsagePageReader = no_usage_page,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Run a server with some settings changed and short deadlines; without ``journal`` it stores no sessions."""
@@ -407,6 +408,7 @@ async def running_server(
         metrics=metrics,
         stop=stop,
         read_usage=read_usage,
+        read_usage_page=read_usage_page,
         external=external,
     )
     app = create_app(context, *api_routes(context))

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _DAY_S: Final = 86_400
 _MOST_STEPS: Final = 360
-MAX_ACCOUNTS: Final = 50
-"""Maximum number of accounts in a usage report."""
+_MAX_ACCOUNT_DAYS: Final = 4000
+"""Maximum number of days of all accounts in a reply, which is encoded on the event loop: 6 ms."""
 
 
 def usage(connection: Connection, request: requests.Usage) -> None:
@@ -127,24 +127,24 @@ def _left(connection: Connection) -> UsageLeft:
 
 
 def list_usage(connection: Connection, request: requests.ListUsage) -> None:
-    """Reply with the usage of the accounts that used the most tokens."""
+    """Reply with a page of the usage of the accounts that used the most tokens."""
     context = connection.context
     since = utc_day(max(0.0, context.clock() - (request.days - 1) * _DAY_S))
+    limit = min(request.limit, max(1, _MAX_ACCOUNT_DAYS // request.days))
 
     def read() -> Event:
+        page = context.read_usage_page(since, request.after, limit)
         days: defaultdict[str, list[UsageDay]] = defaultdict(list)
-        for line in context.read_usage(None, since):
+        for line in page.lines:
             days[line.client_id].append(_usage_day(line))
-        used = {client_id: sum(map(_tokens, own)) for client_id, own in days.items()}
-        most = sorted(days, key=lambda client_id: (-used[client_id], client_id))
-        shown = (AccountUsage(client_id=client_id, days=tuple(days[client_id])) for client_id in most[:MAX_ACCOUNTS])
-        return events.UsageByAccount(usage_by_account=tuple(shown), omitted_accounts=max(0, len(most) - MAX_ACCOUNTS))
+        accounts = tuple(AccountUsage(client_id=client_id, days=tuple(own)) for client_id, own in days.items())
+        return events.UsageByAccount(
+            usage_by_account=accounts,
+            omitted_accounts=page.n_more,
+            next=accounts[-1].client_id if page.n_more and accounts else None,
+        )
 
     connection.answer_from_disk(request, read)
-
-
-def _tokens(day: UsageDay) -> int:
-    return day.prompt_tokens + day.completion_tokens
 
 
 def subscribe_log(connection: Connection, request: requests.SubscribeLog) -> Event:

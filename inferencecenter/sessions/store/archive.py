@@ -47,6 +47,15 @@ _LIST: Final = """
         archived
     FROM sessions JOIN counted ON counted.session = id ORDER BY id
 """
+_USAGE_BY_DAY: Final = (
+    "client_id, day, sum(turns), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens) FROM usage"
+)
+# Ordered by tokens, which a page cannot be read by without a pass over the rows of all clients; SQLite keeps one sum.
+_USAGE_AFTER: Final = """
+    SELECT client_id FROM usage WHERE day >= ?1 GROUP BY client_id
+    HAVING ?2 IS NULL OR (-sum(prompt_tokens + completion_tokens), client_id) > (-?3, ?2)
+    ORDER BY sum(prompt_tokens + completion_tokens) DESC, client_id
+"""
 _INDEX_HINT: Final = "A daemon with sessions.search builds it when it starts."
 _ROWS_HINT: Final = "`inferencecenter restore` a backup that has it, or `inferencecenter session purge` it."
 
@@ -97,6 +106,14 @@ class UsageLine:
     def counted_tokens(self) -> int:
         """Tokens that count against limits: uncached prompt tokens and generated tokens."""
         return self.prompt_tokens - self.cached_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class UsagePage:
+    """The daily usage of some accounts, those with the most tokens first, and the number of accounts after them."""
+
+    lines: tuple[UsageLine, ...]
+    n_more: int
 
 
 class Archive:
@@ -181,13 +198,32 @@ class Archive:
 
     def usage(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
         """Return the daily usage of a client, or of each, from a day on, oldest day first."""
+        # The test for NULL alone would make SQLite read the rows of all clients, also for one.
+        whose = "" if client_id is None else " AND client_id = ?2"
         rows = self._database.execute(
-            "SELECT client_id, day, sum(turns), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens)"
-            " FROM usage WHERE (?1 IS NULL OR client_id = ?1) AND day >= ?2"
-            " GROUP BY day, client_id ORDER BY day, client_id",
-            (client_id, since),
+            f"SELECT {_USAGE_BY_DAY} WHERE day >= ?1{whose} GROUP BY day, client_id ORDER BY day, client_id",
+            (since,) if client_id is None else (since, client_id),
         )
         return [UsageLine(*row) for row in rows]
+
+    def usage_page(self, since: str, *, after: str | None, limit: int) -> UsagePage:
+        """Return the daily usage, from a day on, of the next clients by their tokens.
+
+        Args:
+            since: The first day.
+            after: The client before the first one of the page.
+            limit: Maximum number of clients.
+        """
+        (used,) = self._database.execute(
+            "SELECT coalesce(sum(prompt_tokens + completion_tokens), 0) FROM usage WHERE client_id = ? AND day >= ?",
+            (after, since),
+        ).fetchone()
+        position = (since, after, used)
+        clients = [client_id for (client_id,) in self._database.execute(f"{_USAGE_AFTER} LIMIT ?4", (*position, limit))]
+        (n_left,) = self._database.execute(f"SELECT count(*) FROM ({_USAGE_AFTER})", position).fetchone()  # noqa: S608
+        query = f"SELECT {_USAGE_BY_DAY} WHERE client_id = ? AND day >= ? GROUP BY day ORDER BY day"
+        lines = [UsageLine(*row) for each in clients for row in self._database.execute(query, (each, since))]
+        return UsagePage(tuple(lines), n_left - len(clients))
 
     def usage_by_token(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
         """Return the daily usage by token; API keys, and usage older than this column, have the empty token."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import structlog
 
-from inferencecenter.api.websocket import administration
-from inferencecenter.sessions.store.archive import SessionLine, UsageLine
+from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
 from inferencecenter.telemetry import logs
 from tests.api.websocket.test_administration import audit_entries, connect
 from tests.server.harness import Running, ask, receive
@@ -132,24 +131,30 @@ async def test_audit_log_finds_what_an_administrator_did(server: Running) -> Non
 
 
 async def test_usage_of_all_accounts_is_ordered_and_bounded(
-    serve: Callable[..., AbstractAsyncContextManager[Running]], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """Most tokens first; further accounts are only counted."""
-    monkeypatch.setattr(administration, "MAX_ACCOUNTS", 2)
-    lines = (
-        UsageLine("ada", "2026-11-20", 2, 100, 60, 30),
+    """In the order of the page that is read; further accounts are counted, and begin the next page."""
+    first = (
         UsageLine("bob", "2026-11-21", 1, 500, 0, 10),
+        UsageLine("ada", "2026-11-20", 2, 100, 60, 30),
         UsageLine("ada", "2026-11-22", 1, 50, 0, 10),
-        UsageLine("cay", "2026-11-22", 1, 5, 0, 1),
     )
+    last = (UsageLine("cay", "2026-11-22", 1, 5, 0, 1),)
+    asked: list[tuple[str | None, int]] = []
 
-    def read(client_id: str | None, since: str) -> tuple[UsageLine, ...]:
-        assert (client_id, len(since)) == (None, 10)
-        return lines
+    def read(since: str, after: str | None, limit: int) -> UsagePage:
+        assert len(since) == 10
+        asked.append((after, limit))
+        return UsagePage(first, 1) if after is None else UsagePage(last, 0)
 
-    async with serve(read_usage=read) as server, connect(server, "op", "user", "operator") as operator:
+    async with serve(read_usage_page=read) as server, connect(server, "op", "user", "operator") as operator:
         await receive(operator)
-        report = await ask(operator, op="list_usage", id="u")
+        report = await ask(operator, op="list_usage", id="u", limit=2)
+        following = await ask(operator, op="list_usage", after=report["next"])
+        await ask(operator, op="list_usage", days=366)
+    assert asked == [(None, 2), ("ada", 50), (None, 10)], "at most 4,000 days in a page"
+    assert [each["client_id"] for each in following["usage_by_account"]] == ["cay"]
+    assert (following["omitted_accounts"], "next" in following) == (0, False)
     assert report["id"] == "u"
     assert [(each["client_id"], [day["turns"] for day in each["days"]]) for each in report["usage_by_account"]] == [
         ("bob", [1]),

@@ -1290,6 +1290,10 @@ export interface ListUsageRequest {
   id?: string | null;
   /** Number of days, including today; days begin at midnight UTC. */
   days?: number;
+  /** Page size; a page also has at most 4,000 days of all accounts together. */
+  limit?: number;
+  /** `next` of the previous page. */
+  after?: string | null;
 }
 
 /** Subscribe to the daemon's log: `log_subscribed` is the reply, then `log` events follow, recent lines first. */
@@ -2055,7 +2059,7 @@ export interface UsageReportEvent {
   left?: UsageLeft;
 }
 
-/** Usage of the accounts that used the most tokens, at most 50, in descending order. */
+/** A page of the accounts with usage, at most 50, by their tokens in descending order. */
 export interface UsageByAccountEvent {
   op: "usage_by_account";
   /** The `id` of the frame this answers. */
@@ -2064,6 +2068,8 @@ export interface UsageByAccountEvent {
   usage_by_account: AccountUsage[];
   /** Number of further accounts with usage. */
   omitted_accounts: number;
+  /** `after` of the next page; absent on the last one. */
+  next?: string;
 }
 
 /** Log events will follow. */
