@@ -38,7 +38,7 @@ def test_todays_usage_is_restored_by_token(settings: Settings) -> None:
 
 
 def test_client_usage_has_one_line_a_day(settings: Settings) -> None:
-    """Summed over its tokens; days before the requested ones are absent."""
+    """It is the sum over the client's tokens, and days before the requested ones are absent."""
     lines = usage_reader(settings)("ada", "2026-01-02")
     assert next((line.day, line.turns) for line in lines) == ("2026-01-02", 1)
     assert [line.turns for line in usage_reader(settings)("ada", "2026-01-03")] == [2]

@@ -262,7 +262,7 @@ def test_base_path_applies_to_pages(proxied: Proxied) -> None:
 @needs_nginx
 @pytest.mark.slow
 def test_web_page_is_served_below_the_base_path(proxied: Proxied) -> None:
-    """With its files, over TLS and from its own origin."""
+    """The page, its script and its WebSocket work over TLS, with the proxy's address as the origin."""
     with proxied.request("GET", "/inference/", Accept="text/html") as answer:
         page = answer.read().decode()
     (script, *_) = re.findall(r'src="([^"]+\.js)"', page)

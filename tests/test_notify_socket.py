@@ -28,7 +28,7 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[st
 
 
 def test_variables_are_one_datagram(manager: tuple[str, socket.socket]) -> None:
-    """One per line; numbers are decimal."""
+    """Each variable is a line of its own."""
     address, heard = manager
     notifier = Notifier.from_environment({"NOTIFY_SOCKET": address}, pid=1)
     assert notifier is not None

@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> subprocess.Popen[bytes]:
     [("--version", 0, f"inferencecenter {__version__}"), ("--vershun", 2, "No such option")],
 )
 def test_status_and_output_are_those_of_the_program(tmp_path: Path, argument: str, status: int, printed: str) -> None:
-    """Standard output and standard error."""
+    """Its status is that of the program, and its standard output and standard error are written to the log."""
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = fork_program("inferencecenter", argument, env=os.environ, output=output.fileno())

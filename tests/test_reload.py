@@ -106,7 +106,7 @@ def test_equal_settings_have_no_changes() -> None:
 
 @given(st.sets(st.sampled_from(BOOLEANS)))
 def test_changed_settings_are_named(names: set[str]) -> None:
-    """Each by its dotted name, and no other."""
+    """Exactly the changed settings are listed, by their dotted names."""
     tables: dict[str, dict[str, bool]] = {}
     before = Settings()
     for name in names:
@@ -123,7 +123,7 @@ def test_mcp_servers_are_applied(harness: ReloadHarness, tmp_path: Path) -> None
 
 
 def test_models_are_applied(harness: ReloadHarness, tmp_path: Path) -> None:
-    """Entries, the default and the directory's files; none of it needs a restart."""
+    """Entries, the default and files of the directory apply without a restart."""
     (tmp_path / "pulled.gguf").write_bytes(b"GGUF")
     now = _settings(
         tmp_path, models={"phi": {"slots": 2}}, model={"name": "phi"}, engine={"backend": "echo", "slots": 3}
@@ -230,7 +230,7 @@ def test_restart_settings_do_not_change_running_engines(harness: ReloadHarness, 
 
 
 def test_models_directory_problems_are_logged(harness: ReloadHarness, tmp_path: Path) -> None:
-    """One line at each reload."""
+    """Each reload logs one line."""
     (tmp_path / "My Model.gguf").write_bytes(b"GGUF")
     reasons = [line["reason"] for line in harness.run(_settings(tmp_path)) if line["event"] == "models_dir"]
     assert len(reasons) == 1

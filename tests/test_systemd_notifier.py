@@ -111,7 +111,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 async def test_without_a_manager_nothing_runs(harness: NotifierHarness) -> None:
-    """No subscription, timer or task."""
+    """There is no subscription, timer or message."""
     reporter = harness.reporter(silent=True)
     drained: list[int] = []
 
@@ -303,7 +303,7 @@ async def test_stopping_is_sent_before_draining(harness: NotifierHarness) -> Non
     ],
 )
 def test_status_line(status: EngineStatus, gpu: GpuReading, *, stopping: bool, expected: str) -> None:
-    """State first, then sessions, then the GPU if there is one."""
+    """It has the state, then the sessions and turns, then the GPU if there is one."""
     assert describe(status, NO_SESSIONS, gpu, stopping=stopping) == expected
 
 

@@ -26,7 +26,7 @@ def read_in_pieces(pieces: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("arguments", [arguments_of(PATCH), json.dumps({"input": PATCH}, indent=1)])
 def test_input_is_read_from_any_two_pieces(arguments: str) -> None:
-    """Cuts within escapes, between surrogates and in the opening too; also one character at a time."""
+    """The result is the same wherever the arguments are cut, also within escapes, and for single characters."""
     cuts = [[arguments[:cut], arguments[cut:]] for cut in range(len(arguments) + 1)]
     for pieces in (*cuts, list(arguments)):
         assert read_in_pieces(pieces) == PATCH
@@ -63,7 +63,7 @@ def test_input_of_any_text_is_that_text(text: str, ascii_only: bool, cuts: list[
     ],
 )
 def test_arguments_of_another_form_are_read_too(arguments: str, expected: str) -> None:
-    """Incomplete ones up to the last whole character, those without an input as they are; the same in pieces."""
+    """Incomplete input is read up to its last whole character; arguments that have no input are used as they are."""
     assert input_of(arguments) == expected
     assert read_in_pieces(list(arguments)) == expected
 

@@ -91,7 +91,7 @@ async def test_unknown_query_parameter_of_a_post_has_no_effect(server: Running) 
 async def test_strict_dialects_refuse_unknown_query_parameters(
     serve: Callable[..., AbstractAsyncContextManager[Running]], path: str
 ) -> None:
-    """By name."""
+    """The status is 400, and the error names the parameter."""
     async with serve(strict_dialects=True) as server:
         answer = await request(server, "GET", f"{path}?page=2")
     assert answer.status == 400

@@ -78,7 +78,7 @@ async def test_oversized_body_is_refused_before_it_is_read(serve: Serve, framing
 
 
 async def test_chunked_encoding_abuse_is_bounded(serve: Serve) -> None:
-    """Thousands of one-byte chunks, endless chunk extensions and invalid sizes."""
+    """Thousands of one-byte chunks, endless chunk extensions and invalid sizes are refused."""
     async with serve(max_body_bytes=2048) as server:
         opened = head(server, "Transfer-Encoding: chunked")
         assert (await exchange(server.port, opened + b"80\r\n%b\r\n" % (b" " * 128) * 5000)).status == 413

@@ -107,7 +107,7 @@ def test_operators_are_those_of_regular_expressions(grammar: str, right: list[st
     ],
 )
 def test_other_grammars_have_no_expression(grammar: str) -> None:
-    """Recursive, unknown, malformed or too long ones; none takes long, and the tool is offered all the same."""
+    """Recursive, unknown, malformed and too long grammars have none; their tool is offered all the same."""
     assert pattern_of(grammar) is None
     assert is_left_to_model({"type": "grammar", "syntax": "lark", "definition": grammar})
     tool = function_of("note", None, syntax="lark", definition=grammar)

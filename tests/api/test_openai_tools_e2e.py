@@ -132,7 +132,7 @@ def test_tool_call_streams(client: OpenAI) -> None:
 
 
 def test_tool_result_is_answered(client: OpenAI) -> None:
-    """Question, call, result, answer; the history is not prefilled again."""
+    """The answer uses the result, and the question and call before it are not prefilled again."""
     first = complete(client, ASKED, tools=[WEATHER]).choices[0].message
     assert first.tool_calls
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": '{"temperature": 21, "sky": "sunny"}'}
@@ -159,7 +159,7 @@ def test_required_tool_choice_forces_a_call(client: OpenAI) -> None:
 
 
 def test_named_tool_is_called(client: OpenAI) -> None:
-    """Another tool than the question suggests."""
+    """The model calls it although the question suggests another tool."""
     named = {"type": "function", "function": {"name": "get_time"}}
     choice = complete(client, ASKED, tools=[WEATHER, TIME], tool_choice=named).choices[0]
 
@@ -186,7 +186,7 @@ def test_parallel_tool_calls_false_gives_one_call(client: OpenAI) -> None:
 
 
 def test_results_of_parallel_calls_are_read(client: OpenAI) -> None:
-    """Two calls of one message, each with its result."""
+    """The model answers a message with two calls and their results."""
     tool_calls = [
         {
             "id": f"call_{city}",

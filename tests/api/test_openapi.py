@@ -63,7 +63,7 @@ def test_references_resolve() -> None:
 
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: f"{row.method} {row.path}")
 def test_each_operation_is_described(row: Operation) -> None:
-    """Its body, its responses, every possible error, and its security."""
+    """The description has its parameters, body, response, security and every possible error."""
     description = operation_of(row)
     assert description["summary"].endswith(".")
     assert ("requestBody" in description) == (row.body is not None)

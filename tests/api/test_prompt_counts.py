@@ -83,7 +83,7 @@ async def test_count_of_a_message_is_that_of_its_prompt(server: Running, claude:
 async def test_count_is_refused_where_a_turn_would_be(
     server: Running, ada: AsyncOpenAI, claude: AsyncAnthropic
 ) -> None:
-    """An unknown model, nothing to count, and a conversation that certainly exceeds the context."""
+    """An unknown model, an empty request, and a text that certainly exceeds the context are refused."""
     from anthropic import BadRequestError  # noqa: PLC0415 - it takes more than a second to import, which other workers are spared
 
     with pytest.raises(openai.NotFoundError):

@@ -213,7 +213,7 @@ def test_client_has_its_own_retention(accounts: Accounts) -> None:
 
 
 def test_limits_of_sessions_are_changed_and_reset(accounts: Accounts) -> None:
-    """Each on its own; ``None`` selects the daemon's, and the audit log has the change."""
+    """Each is changed by itself; ``None`` selects the daemon's value, and the audit log has each change."""
     accounts.create_client("bob", max_sessions=1, priority="normal", retention_days=5, archive_mib=7)
     assert accounts.change_client("bob", storage={"retention_days": 0.5})
     assert accounts.session_limits()["bob"] == AccountLimits(1, 0.5, 7)

@@ -31,7 +31,7 @@ def test_exhausted_address_waits() -> None:
 
 
 def test_attempts_refill_up_to_the_limit() -> None:
-    """One after ten seconds, and after an hour the initial number."""
+    """One attempt is refilled every ten seconds, and after an hour all are available."""
     clock = Clock()
     attempts = exhausted(clock, "192.0.2.1")
     clock.now_s = 10.0

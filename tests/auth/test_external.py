@@ -93,7 +93,7 @@ async def test_key_may_be_sent_in_the_query(provider: FakeAuthProvider, caplog: 
 
 
 async def test_acceptance_carries_limits(provider: FakeAuthProvider) -> None:
-    """Flat, or in `config` as in the first InferenceCenter's database; unknown fields are ignored."""
+    """They may be in the response itself or in its ``config``; unknown fields are ignored."""
     terms = {"max_sessions": 3, "priority": "batch", "limits": {"max_tokens": 9, "phase_of_moon": 1}, "color": "red"}
     expected = Account("ada", 3, "batch", frozenset({Scope.USER}), limits=AccessLimits(max_tokens=9))
     async with authenticator(provider) as verifier:
@@ -274,7 +274,7 @@ async def test_provider_certificate_is_verified(tmp_path: Path) -> None:
 
 
 async def test_answers_are_cached(provider: FakeAuthProvider) -> None:
-    """An acceptance for longer than a refusal, each for its key alone."""
+    """An acceptance is cached for 60 s and a refusal for 6 s."""
     clock = Clock()
     async with authenticator(provider, clock) as verifier:
         for key, body, lasts_s in (("right", {"valid": True}, 60), ("wrong", {"valid": False}, 6)):

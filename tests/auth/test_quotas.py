@@ -190,7 +190,7 @@ def quotas(accounts: Accounts) -> AccessQuotas:
 
 
 def test_token_limits_override_account_and_daemon(accounts: Accounts, quotas: AccessQuotas) -> None:
-    """Field by field; a limit removed from a token does not fall back."""
+    """Each limit of a token overrides by itself; one that is explicitly removed does not fall back."""
     own = AccessLimits(tokens_per_day=10, requests_per_minute=None)
     new = accounts.create_token("ada", limits=own)
     account = accounts.verify_token(new.token)
@@ -210,7 +210,7 @@ def test_tokens_of_a_client_are_counted_separately(accounts: Accounts, quotas: A
 
 
 def test_limit_changes_apply_at_once_and_keep_usage(accounts: Accounts, quotas: AccessQuotas) -> None:
-    """Limits of the token, the account and the daemon."""
+    """Changed limits of the token, the account and the daemon apply to a quota in use."""
     token_id = accounts.create_token("ada").token_id
     quota = quotas.of("ada", token_id)
     quota.use(300)

@@ -91,7 +91,7 @@ async def test_reading_is_delayed_after_many_refusals(clock: LoopClock) -> None:
 
 @pytest.mark.parametrize("frame", ['{"op": "nonsense"}', '{"op": "append"}', "{", '{"op": "load_model", "name": "m"}'])
 async def test_every_kind_of_refusal_counts(clock: LoopClock, frame: str) -> None:
-    """Unreadable, invalid and forbidden frames."""
+    """A frame that is malformed, invalid, unknown or forbidden delays the next one."""
     connection = await client_socket()
     for _ in range(FREE_REFUSALS):
         await connection.receive(frame)

@@ -54,7 +54,7 @@ class RecordingProgress:
 
 
 def test_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with a description."""
+    """The list contains the name of every scenario."""
     assert call(monkeypatch, "list") == 0
 
     written = capsys.readouterr().out

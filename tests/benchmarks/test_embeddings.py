@@ -32,7 +32,7 @@ def test_rates_are_those_of_the_busy_window() -> None:
 
 
 def test_any_server_is_measured_over_http() -> None:
-    """Our daemon by its HTTP address, others by their own."""
+    """Our daemon is measured at its HTTP address, another server at the given one."""
     ours = TargetSpec("ours", "inferencecenter", "ws://127.0.0.1:3000/", "t")
     peer = TargetSpec("peer", "llama-server", "http://127.0.0.1:8080")
     assert protocols.embeddings(ours) == replace(ours, kind="embeddings", url="http://127.0.0.1:3000")

@@ -58,7 +58,7 @@ def _end(seq: int) -> Frame:
 
 
 def test_turn_accumulates_to_its_end() -> None:
-    """Text, times, usage and one end."""
+    """It has the text, the time of each piece, the usage, the last number and one end."""
     shown = ObservedTurn(1.0)
     for now_s, frame in (
         (1.5, Frame("queued", seq=7)),
@@ -84,7 +84,7 @@ def test_second_end_is_recorded() -> None:
 
 
 def test_non_increasing_numbers_are_counted() -> None:
-    """An event repeated on the same or an earlier connection."""
+    """An event whose number is not above that of the one before is counted."""
     shown = ObservedTurn(1.0)
     shown.begin_at(4)
     for seq in (4, 5, 5, 7):

@@ -89,7 +89,7 @@ def test_peers_are_parsed() -> None:
     ],
 )
 def test_invalid_peers_are_refused(peers: list[str], tokens: list[str], commands: list[str]) -> None:
-    """No pair, no address, repeated, or a token or command of an unknown peer."""
+    """A peer without name or address, a repeated one, and a token or command of an unknown peer are refused."""
     with pytest.raises(InferenceCenterError, match="--peer"):
         parse_peers(peers, tokens=tokens, commands=commands)
 

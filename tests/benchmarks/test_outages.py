@@ -46,14 +46,14 @@ def test_streams_without_text_are_waiting() -> None:
 
 
 def test_context_of_running_turns_is_prefilled_again() -> None:
-    """Prompts and generated tokens of running turns only."""
+    """Prompt and generated tokens of turns that ran at the kill are counted, and those of other turns are not."""
     found = outage(stream(8, 9, 14, 15, tokens=8), stream(14, 15, tokens=4), stream(1, 2))
 
     assert found.tokens_to_read() == pytest.approx(100 + 4 + 100)
 
 
 def test_overhead_excludes_loading_and_prefill() -> None:
-    """A pause of 6 seconds, 2 of loading, 102 tokens at 51 a second."""
+    """A pause of 6 s has 2 s of loading and 102 tokens at 51 a second, which leaves 2 s."""
     found = outage(stream(8, 9, 15, 16))
 
     assert found.beyond_s(prefill_tok_s=51) == pytest.approx(6 - 2 - 2)

@@ -42,7 +42,7 @@ FACTS = TargetFacts(
 
 
 def test_each_protocol_is_a_side_of_the_same_server() -> None:
-    """Named after the protocol; one process needs no comparison of facts."""
+    """A side is named after its protocol, and facts of one process need no comparison."""
     first, second = protocol_sides(
         Server(SPEC, Side(FACTS, None)), {"HTTP": protocols.chat_completions, "WebSocket": protocols.websocket}
     )
@@ -95,7 +95,7 @@ def test_responses_use_the_http_address() -> None:
 
 
 def test_dialects_divides_front_cpu_by_tokens() -> None:
-    """Half a second for ten tokens, warm-up included."""
+    """Half a second of CPU for ten tokens, warm-up included, is 50 ms a token."""
     found = dialects.read(measured([turn(0, 1), turn(1, 3, 6, 8, tokens=4)], [turn(0, 4), turn(4, 6, 7, 8, tokens=4)]))
 
     assert values(found)["front CPU a token"] == pytest.approx(50_000)

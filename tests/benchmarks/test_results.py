@@ -119,7 +119,7 @@ def test_percentiles_of_no_values_are_absent() -> None:
 
 
 def test_record_round_trips_without_tokens() -> None:
-    """Options, machine, versions, both sides and every repetition."""
+    """The JSON has options, machine, versions, both sides and every repetition, and no token."""
     options = Options(repeat=3, token="SECRET", peers=(Peer(name="peer", url="http://h", token="SECRET"),))
     found = record.record(report(FAIR), options, machine=record.this_machine(None), date="2000-01-01T00:00:00+00:00")
     text = record.as_text(found)
@@ -135,7 +135,7 @@ def test_record_round_trips_without_tokens() -> None:
 
 
 def test_plot_draws_each_side() -> None:
-    """One line a side in each panel with values, and a circle for each number of clients."""
+    """There is one line for each side, and a circle for each of its numbers of clients."""
     drawn = ET.fromstring(plot.svg(report(FAIR)))
     tag = "{http://www.w3.org/2000/svg}"
 

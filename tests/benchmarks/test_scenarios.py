@@ -72,7 +72,7 @@ def values(result: Result) -> dict[str, float]:
 
 
 def test_throughput_counts_the_busy_window() -> None:
-    """From 4 to 8 seconds: 5 pieces of 10 tokens; earlier delays and turns are excluded."""
+    """Ten tokens arrive in the four seconds in which all clients generate; turns and delays before are excluded."""
     early = [turn(0, 1), turn(1, 3, 6, 8, tokens=6)]
     late = [turn(0, 4), turn(4, 6, 7, 8, tokens=6)]
     found = throughput.read(measured(early, late))
@@ -98,7 +98,7 @@ def test_throughput_counts_the_busy_window() -> None:
 
 
 def test_burst_has_two_rates() -> None:
-    """Six tokens in five seconds; three of them in the two seconds in which both decode."""
+    """Six tokens take five seconds; three of them come in the two seconds in which both turns decode."""
     found = burst.read(measured([turn(10, 11, 13, 14)], [turn(10, 12, 13, 15)]))
 
     assert found.total_tok_s == pytest.approx(6 / 5)
@@ -115,7 +115,7 @@ def test_burst_without_common_decode_has_no_decode_rate() -> None:
 
 
 def test_overload_has_waits_pauses_and_gaps() -> None:
-    """Six tokens in eight seconds; the first user's pause during the second's quantum is the worst gap."""
+    """Six tokens take eight seconds; the longest gap is the first user's, while the second user's turn runs."""
     found = overload.read(measured([turn(0, 1, 2, 6)], [turn(0, 4, 5, 8)]))
 
     assert found.total_tok_s == pytest.approx(6 / 8)
@@ -144,7 +144,7 @@ def test_interference_requires_streams_longer_than_the_wait() -> None:
 
 
 def test_shared_prefix_ends_with_the_last_first_text() -> None:
-    """From the first request at 10 to the last first text at 14; 130 of 200 tokens were prefilled."""
+    """It lasts from the first request at 10 s to the last first text at 14 s, and 130 of 200 tokens are prefilled."""
     found = shared_prefix.read(measured([turn(10, 12, 20, cached=0)], [turn(10.5, 14, 15, cached=70)]))
 
     assert values(found)["until all have text"] == 4
@@ -155,7 +155,7 @@ def test_shared_prefix_ends_with_the_last_first_text() -> None:
 
 
 def test_returning_separates_first_and_later_turns() -> None:
-    """Two conversations of three turns, whose later ones prefill 30, 100, 30 and 100 tokens."""
+    """The four later turns of two conversations prefill 30, 100, 30 and 100 tokens, 65 on average."""
     one = [turn(0, 2, cached=0), turn(10, 10.5, cached=70), turn(20, 20.25, cached=0)]
     other = [turn(2, 5, cached=0), turn(12, 12.75, cached=70), turn(22, 23, cached=0)]
     found = returning.read(measured(one, other))
@@ -167,7 +167,7 @@ def test_returning_separates_first_and_later_turns() -> None:
 
 
 def test_sparse_counts_common_decode_time() -> None:
-    """Two rounds of two of three sessions: 4 tokens in 2 seconds, 4 in 5 seconds."""
+    """In two rounds two of three sessions decode together: 4 tokens in 2 s, then 4 in 5 s."""
     rounds = (Round(100, 1), Round(16, 4, clients=(0, 2)), Round(16, 4, clients=(1, 2)))
     first = [turn(0, 1, cached=0), turn(10, 11, 12, 13, 14, cached=90)]
     second = [turn(0, 1, cached=0), turn(20, 21, 25, 26, cached=70)]
@@ -190,7 +190,7 @@ def test_sparse_without_common_decode_has_no_rate() -> None:
 
 
 def test_active_sessions_are_drawn_by_seed() -> None:
-    """Equal for equal seeds, different in other rounds, in ascending order."""
+    """Equal seeds draw the same sessions; every round differs and is in ascending order."""
     found = sparse.drawn(16, 8, rounds=6, seed=8)
 
     assert found == sparse.drawn(16, 8, rounds=6, seed=8) != sparse.drawn(16, 8, rounds=6, seed=9)
@@ -213,7 +213,7 @@ def test_parking_compares_both_orders_of_the_same_work() -> None:
 
 
 def test_context_separates_prefill_and_decode() -> None:
-    """200 tokens in four seconds, then two tokens in the one second in which both decode."""
+    """200 tokens are prefilled in four seconds, and two decoded in the second in which both turns decode."""
     found = context.read(measured([turn(0, 2), turn(10, 11, 12)], [turn(0, 4), turn(10, 11, 12)]))
 
     assert found.prefill_tok_s == 50
@@ -238,7 +238,7 @@ def test_abort_delays_and_steps() -> None:
 
 
 def test_gateway_divides_front_cpu_by_frames() -> None:
-    """0.5 seconds for ten frames, warm-up included; four of them in the busy two seconds, with two tokens each."""
+    """Ten frames cost half a second of CPU, warm-up included; those of the busy window have two tokens each."""
     early = [turn(0, 1, tokens=2), turn(1, 2.5, 3, 3.5, 4, tokens=8)]
     late = [turn(0, 2, tokens=2), turn(2, 3.5, 4.5, 5, 6, tokens=8)]
     found = gateway.read(measured(early, late))
@@ -249,7 +249,7 @@ def test_gateway_divides_front_cpu_by_frames() -> None:
 
 
 def test_idle_is_scaled_to_a_minute() -> None:
-    """Half a second and four seconds of CPU in half a minute."""
+    """CPU of half a minute, 0.5 s and 4 s, is reported as 1 s and 8 s a minute."""
     found = idle.read(BEFORE, AFTER, duration_s=30)
 
     assert (found.front_s_per_minute, found.engine_s_per_minute) == (1.0, 8.0)
@@ -277,7 +277,7 @@ def test_unknown_scenario_is_refused() -> None:
 
 
 def test_crash_has_gaps_and_intact_texts() -> None:
-    """A pause of 6 seconds: loading took 2, prefill of 102 tokens at 51 a second another 2."""
+    """A gap of 6 s has 2 s of loading, 2 s of prefill and 2 s of neither; no character is lost or repeated."""
     reference = crash.Reference(duration_s=8, prefill_tok_s=51)
     found = values(crash.Crash((outage(stream(8, 9, 15, 16)),), reference, max_tokens=4))
 
@@ -327,7 +327,7 @@ def observed_turn(started_s: float, *times_s: float, prompt: int = 100, cached: 
 
 
 def test_restart_compares_resumed_and_cold_turns() -> None:
-    """First texts after 0.5 and 4 seconds; one prefilled 17 tokens, the other all."""
+    """The resumed turn has its text after 0.5 s and prefills 17 tokens, the cold one after 4 s and prefills all."""
     found = values(
         restart.Restart(
             stop_s=0.5,
@@ -357,7 +357,7 @@ def test_failed_turn_has_no_time_to_first_text() -> None:
 
 
 def test_store_counts_turns_of_the_busy_window() -> None:
-    """From 2 to 6 seconds, in which four turns end; the front used half a second for seven."""
+    """Four turns end in the busy window from 2 to 6 s; the front's CPU is divided by all seven turns."""
     one = [turn(0, 1), turn(1, 3), turn(3, 5), turn(5, 7)]
     other = [turn(0, 2), turn(2, 4), turn(4, 6)]
     found = store.read(measured(one, other))
@@ -368,7 +368,7 @@ def test_store_counts_turns_of_the_busy_window() -> None:
 
 
 def test_abuse_is_compared_with_the_baseline() -> None:
-    """Delays of counted turns as ratios, with the answers of the action and the memory that remains."""
+    """Delays are ratios to those of the baseline; answers of the action and the growth of memory are reported."""
     quiet = abuse.read([[turn(0, 50), turn(50, 51, 52, 53)]])
     noisy = abuse.read([[turn(0, 50), turn(50, 53, 54, 57)], [turn(0, 1), turn(1, 3, 4)]])
     assert (quiet.itl_p99_ms, quiet.ttft_p50_ms) == (1000, 1000)
@@ -383,7 +383,7 @@ def test_abuse_is_compared_with_the_baseline() -> None:
 
 
 def test_soak_reports_errors_and_drift() -> None:
-    """Expected errors separately; delays of the last third over those of the first."""
+    """Expected errors are counted apart from others; drift compares the last third's delays with the first third's."""
     tally = Tally()
     tally.actions.update({Kind.TALK: 4, Kind.ABORT: 2})
     tally.error(Kind.ABORT, "nothing_to_abort")

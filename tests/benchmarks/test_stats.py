@@ -21,7 +21,7 @@ from benchmarks.stats import Percentiles, Ratio, Spread, paired_ratio, percentil
     ],
 )
 def test_percentile_is_a_sample_value(values: list[float], percent: float, expected: float) -> None:
-    """The least value that is not exceeded by that share."""
+    """It is the smallest value that the given share of the sample does not exceed."""
     assert percentile(values, percent) == expected
 
 
@@ -33,12 +33,12 @@ def test_invalid_percentiles_are_refused(values: list[float], percent: float) ->
 
 
 def test_usual_percentiles() -> None:
-    """Independent of the order of the values."""
+    """They do not depend on the order of the values."""
     assert percentiles([float(n) for n in range(200, 0, -1)]) == Percentiles(p50=100, p95=190, p99=198, worst=200)
 
 
 def test_spread_of_repetitions() -> None:
-    """Median, minimum and maximum; an even number has the middle of two."""
+    """It has median, minimum and maximum; an even number of values has the mean of the middle two as its median."""
     assert spread([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, least=1.0, greatest=10.0)
     with pytest.raises(ValueError, match="no values"):
         spread([])
@@ -57,7 +57,7 @@ def test_five_pairs_give_their_whole_range() -> None:
 
 
 def test_more_pairs_exclude_the_extremes() -> None:
-    """Of eight, second least to second greatest: 1 - 2·(1 + 8)/256 is above 90 %, the third's 1 - 2·37/256 is not."""
+    """With eight pairs the interval is from the second smallest to the second largest ratio."""
     found = paired_ratio([float(n) for n in range(1, 9)], [1.0] * 8)
 
     assert found == Ratio(median=4.5, low=2.0, high=7.0, coverage=1 - 18 / 256)
@@ -65,6 +65,6 @@ def test_more_pairs_exclude_the_extremes() -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0])])
 def test_invalid_ratios_are_refused(ours: list[float], theirs: list[float]) -> None:
-    """No pairs, unequal numbers of values, division by zero."""
+    """No pairs, unequal numbers of values, and a division by zero are refused."""
     with pytest.raises(ValueError, match="paired ratios"):
         paired_ratio(ours, theirs)

@@ -123,11 +123,11 @@ def test_spread_is_bounded_by_the_longest_answer(gaps_s: list[list[float]]) -> N
 
 
 def test_prefilled_tokens() -> None:
-    """Tokens without a cache hit over all turns; unknown if one turn's are."""
+    """Cached tokens do not count, and the sum is unknown if one turn's cached tokens are."""
     assert timeline.tokens_read([turn(0, 1, cached=0), turn(0, 1, cached=70)]) == 130
     assert timeline.tokens_read([turn(0, 1, cached=0), turn(0, 1)]) is None
 
 
 def test_prefill_rate_ends_with_the_last_first_text() -> None:
-    """200 prompt tokens, 50 of them cached, in three seconds."""
+    """150 of 200 prompt tokens are prefilled in the three seconds up to the last first text."""
     assert timeline.prefill_tok_s([turn(1, 2), turn(1, 4, cached=50)]) == pytest.approx(50)

@@ -318,7 +318,7 @@ async def test_continue_without_a_session_is_an_error(
 async def test_sessions_are_listed_and_resumed_by_number(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
 ) -> None:
-    """The latest first, with the beginning of each; an unknown number is refused."""
+    """The latest is listed first, with its title; a number that is not in the list is refused."""
     sessions = [_summary("s1", 10.0, metadata={"title": "Of\x1b[2J ships"}), _summary("s2", 20.0, messages=12)]
     received: list[object] = []
 

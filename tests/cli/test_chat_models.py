@@ -97,7 +97,7 @@ async def test_ctrl_c_cancels_waiting_for_the_model(scripted: Start) -> None:
 
 
 async def test_model_events_are_shown_on_a_terminal(scripted: Start) -> None:
-    """Each on its own line, before or after the answer and before the next prompt."""
+    """They are on lines of their own, before the next prompt."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -75,7 +75,7 @@ def test_check_reports_every_problem(cli: Cli, tmp_path: Path) -> None:
     ],
 )
 def test_check_validates_referenced_content(cli: Cli, tmp_path: Path, text: str, words: str) -> None:
-    """Parameters, models and clients.toml, as the daemon does at its start."""
+    """Invalid parameters, models and clients files are refused as at the daemon's start."""
     result = cli.run("config", "check", _file(tmp_path, text))
     assert result.code == 78
     assert words in result.err

@@ -57,7 +57,7 @@ def test_token_is_created_with_limits(cli: Cli, state_dir: Path) -> None:
 
 
 def test_token_limits_are_changed(cli: Cli, state_dir: Path) -> None:
-    """One by one; others stay, `none` removes a limit, `default` restores the account's."""
+    """Only the named limits change; `none` removes a limit, and `default` restores the account's."""
     made = _json(cli, "token", "create", "ada", "--limit", "tokens_per_day=5000", "--limit", "max_tokens=9")
     limits = ("token", "limits", made["token_id"])
     shown = _json(cli, "client", "limits", "ada", "max_tokens=100", "concurrent_turns=2")

@@ -111,7 +111,7 @@ def test_failures_have_one_message_and_an_exit_code(
 
 
 def test_configured_model_is_not_removed(cli: Cli, models: Path, demo_model_path: Path, tmp_path: Path) -> None:
-    """The default by path or name, or one with its own table; the list names the setting."""
+    """A model that is the default, has its own table or is a draft model stays, and its setting is named."""
     models.mkdir()
     for name in ("a", "b", "c"):
         shutil.copyfile(demo_model_path, models / f"{name}.gguf")
@@ -156,7 +156,7 @@ def test_info_accepts_a_path(cli: Cli, models: Path, demo_model_path: Path) -> N
 def test_terminal_output(
     cli: Cli, models: Path, pulled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, hub: StubHub
 ) -> None:
-    """A table that shows file metadata literally, and a pull with progress."""
+    """A table shows the names of files literally, and a pull shows its progress."""
     (models / "tiny-Q8_0.gguf").rename(models / "[red]x.gguf")
     shown, progress = io.StringIO(), io.StringIO()
     for module in (output, model_module):

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_plan_of_an_embedding_model_is_for_its_longest_text(tmp_path: Path, cli: Cli) -> None:
-    """One sequence as long as the model reads, computed in one batch."""
+    """It has one sequence, as long as the model was trained for, which is computed in one batch."""
     write_embedding_model(tmp_path / "bert.gguf")
     figures = json.loads(cli.run("doctor", "--plan", str(tmp_path / "bert.gguf"), "--json").out)
     assert (figures["slots"], figures["n_ctx"], figures["n_ubatch"]) == (1, 128, 512)
@@ -121,7 +121,7 @@ def test_draft_model_is_in_the_plan(cli: Cli, model: Path, tmp_path: Path, monke
 
 
 def test_invalid_model_file_has_the_daemons_exit_code(cli: Cli, tmp_path: Path) -> None:
-    """The same as a start of the daemon."""
+    """The exit code is 66, as at a start of the daemon."""
     path = tmp_path / "page.gguf"
     path.write_text("<!doctype html>")
     result = cli.run("doctor", "--plan", str(path))
@@ -174,7 +174,7 @@ def test_doctor_reports_a_missing_gpu(examined: Cli, monkeypatch: pytest.MonkeyP
 
 
 def test_gpus_are_listed_with_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, or NVML's reason why there is none."""
+    """Every GPU is listed; without one, NVML's reason is shown."""
     reading = GpuReading(
         name="GTX 1060", vram_total_bytes=3 * 10**9, vram_used_bytes=10**8, compute_capability=(6, 1), mig=True
     )

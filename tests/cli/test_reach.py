@@ -48,7 +48,7 @@ def certificate(folder: Path, name: str = "tls") -> tuple[Path, Path]:
     ],
 )
 def test_address_follows_from_the_settings(server: dict[str, object], url: str) -> None:
-    """Host, port, base path and TLS; pages have the http schemes."""
+    """Host, port, base path and TLS determine it; addresses of pages have the schemes of HTTP."""
     settings = Settings.model_validate({"server": server})
     assert own_url(settings) == url
     assert own_url(settings, "/healthz", scheme="http") == url.replace("ws", "http", 1).replace("/ws", "/healthz")

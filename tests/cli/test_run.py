@@ -122,14 +122,14 @@ def answer(*, on_event: Any = None, **params: Any) -> tuple[str, End]:
 
 
 def test_answer_is_the_only_output(cli: Cli, state_dir: Path) -> None:
-    """The text and a newline; no state directory is created."""
+    """Standard output has the text and a newline, standard error nothing, and no state directory is created."""
     result = cli.run("run", "demo", QUESTION, "-p", "temperature=0")
     assert (result.code, result.out, result.err) == (0, f"{ANSWER}\n", "")
     assert not state_dir.exists()
 
 
 def test_json_output_with_all_options(cli: Cli, demo_model_path: Path) -> None:
-    """File, system prompt, parameters and limit; one object has all results."""
+    """The options for file, system prompt, parameters and limit apply, and one object has all results."""
     options = ["--system", "Answer briefly.", "--max-tokens", "3", "--param", "temp=0", "-p", "n_probs=1"]
     result = cli.run("run", str(demo_model_path), QUESTION, *options, "--n-ctx", "512", "--json")
     found = json.loads(result.out)

@@ -123,7 +123,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def test_list_shows_stored_sessions(cli: Cli, stored: Path) -> None:
-    """Oldest first, of one client or all, with content and state."""
+    """The oldest is first; lists of one client or of all have size and state of each session."""
     listed = _json(cli, "session", "list", "--json")
     assert [each["session_id"] for each in listed] == ["s_1", "s_2", "s_3"]
     first = {name: listed[0][name] for name in ("client_id", "model", "messages", "turns", "tokens", "answering")}
@@ -162,7 +162,7 @@ def test_missing_store_is_empty(cli: Cli, state_dir: Path) -> None:
 
 
 def test_export_contains_the_whole_session(cli: Cli, stored: Path) -> None:
-    """Transcript, metadata, turns and usage."""
+    """The export has its transcript, metadata, parameters, turns and usage."""
     exported = _json(cli, "session", "export", "s_1")
     assert exported["transcript"] == [{"role": "user", "content": "?"}, {"role": "assistant", "content": SECRET}]
     assert exported["metadata"] == {"title": "Überschrift"}
@@ -174,7 +174,7 @@ def test_export_contains_the_whole_session(cli: Cli, stored: Path) -> None:
 
 
 async def test_export_of_a_client_beside_a_daemon(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
-    """All its sessions with an unfinished answer, and its usage; the file is private."""
+    """The file has all its sessions, also an unfinished answer, and its usage; it is private and not overwritten."""
     target = tmp_path / "ada.json"
     result = await asyncio.to_thread(cli.run, "session", "export", "--client", "ada", "--output", str(target))
     assert result.code == 0, result.err

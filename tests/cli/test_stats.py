@@ -177,7 +177,7 @@ async def test_throttling_is_shown_immediately(scripted: Start) -> None:
 
 
 async def test_administrator_sees_clients(scripted: Start) -> None:
-    """Requested every ten seconds, since the daemon audits it; other accounts may not."""
+    """They are requested every ten seconds and not with every sample, because the daemon audits the request."""
 
     async def daemon(peer: Peer) -> None:
         await peer.send(**HELLO)

@@ -127,7 +127,7 @@ def test_throttling_is_shown_until_it_ends() -> None:
 
 
 def test_problems_are_shown() -> None:
-    """Lost connections, memory above its limit, a failing store, restarts."""
+    """A lost connection, full memory, a failing store and restarts are visible."""
     status = {
         "memory": {"pressure": "full", "memory_used_bytes": 10.0, "memory_limit_bytes": 10.0},
         "sessions": {"storage": "disk full"},
@@ -165,7 +165,7 @@ def test_several_models_are_listed() -> None:
 
 
 def test_clients_are_listed_for_administrators() -> None:
-    """Busy ones first; names are truncated, not numbers, on narrow screens."""
+    """Busy clients come first; on a narrow screen names are truncated and numbers are not."""
     calm = ConnectedClient(client_id="calm", connections=1, addresses=1, sessions=2, busy=0, tokens_today=9_000)
     busy = ConnectedClient(client_id="b" * 80, connections=3, addresses=2, sessions=5, busy=4, tokens_today=120)
     lines = rendered(busy_summary(clients=(calm, busy)), width=60).splitlines()
@@ -209,7 +209,7 @@ def test_without_samples_a_notice_is_shown() -> None:
 
 
 def test_summary_line() -> None:
-    """The most important values, with the GPU if there is one."""
+    """It has state, speed, slots, queue and sessions, and memory and temperature of a GPU."""
     plain = line(busy_summary())
     assert plain[8:] == "  ready  87.6 tokens/s  4 of 8 slots  5 waiting  14 sessions  3 parked"
     assert line(busy_summary(gpu=GPU)).endswith("  VRAM 2.8 GiB of 3.0 GiB  71 °C")
@@ -225,7 +225,7 @@ def test_json_uses_protocol_names() -> None:
 
 
 def test_sparkline() -> None:
-    """Eighths of the maximum, the latest at the right, blank for no data."""
+    """Each value is a bar in eighths of the largest one; the latest is at the right, and missing ones are blank."""
     assert sparkline([0.0, 1.0, 4.0, 8.0], width=6) == "   ▁▄█"
     assert sparkline([9.0, 1.0, 2.0], width=2) == "▄█"
     assert sparkline([], width=3) == "   "

@@ -134,7 +134,7 @@ async def test_revoke_notifies_a_running_daemon(cli: Cli, state_dir: Path) -> No
 
 
 def test_revoking_an_unknown_token_is_an_error(cli: Cli) -> None:
-    """Unknown or already revoked: exit code 64 with a hint."""
+    """An unknown token and a token that is already revoked are refused with exit code 64 and a hint."""
     created = _json(cli, "create", "ada")
     cli.run("token", "revoke", created["token_id"])
     for token_id in ("0000", created["token_id"]):

@@ -42,7 +42,7 @@ EVENTS = events_of(thinks="Hm.", says="Let me see.", calls=(WEATHER, CLOCK))
 
 
 def test_answer_is_assembled() -> None:
-    """Reasoning, text, tool calls and the finish reason."""
+    """It has the text, the reasoning, the tool calls and the end."""
     answer = Answer()
     for event in (queued(), *EVENTS, end_of_turn()):
         answer.apply(event)
@@ -124,5 +124,5 @@ def test_event_of_a_later_version_may_be_coalesced() -> None:
 
 @pytest.mark.parametrize("text", ["weather", "[]", '{"seq": 7}', '{"op": "weather"}', '{"op": "pong", "when": 1}'])
 def test_unnumbered_frame_that_is_not_understood_is_dropped(text: str) -> None:
-    """No JSON, no event, or an event without a place in a session."""
+    """Text that is no JSON or no event, or an event that belongs to no session, is dropped."""
     assert parse(text) is None

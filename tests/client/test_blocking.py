@@ -82,7 +82,7 @@ async def echo(peer: Peer) -> None:
 
 
 def test_conversation_in_blocking_code(start: Starts) -> None:
-    """Text in a loop, whole answers, all events, and the session's other methods."""
+    """A turn's text is iterated, awaited as a whole or read as events, and the session's other methods work."""
     with BlockingClient(start(echo), "ic_a_b") as client:
         assert client.connected
         assert (client.hello.model, client.account.client_id) == ("demo", "admin")
@@ -220,7 +220,7 @@ def test_blocking_call_in_a_callback_is_refused(start: Starts) -> None:
 
 
 def test_stats_are_iterated(start: Starts) -> None:
-    """One item for each sample until the loop ends."""
+    """The loop gets one reading for each sample until it is left."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -75,7 +75,7 @@ async def test_rate_limited_login_is_not_a_wrong_credential(scripted: Start, tol
 
 @pytest.mark.parametrize("credential", [{}, {"client_id": "a"}, {"token": "t", "client_id": "a", "api_key": "b"}])
 async def test_incomplete_credential_is_refused_locally(scripted: Start, credential: dict[str, str]) -> None:
-    """None, half a pair, or both kinds at once."""
+    """No credential, half of a pair, and both kinds at once are refused without a request."""
 
     async def daemon(peer: Peer) -> None:
         await peer.send(**HELLO)
@@ -103,7 +103,7 @@ async def test_invalid_url_is_daemon_unreachable(url: str) -> None:
 
 
 async def test_other_websocket_server_is_refused(scripted: Start) -> None:
-    """A server without the daemon's hello."""
+    """A server that sends no hello is not taken for the daemon."""
 
     async def echo(peer: Peer) -> None:
         await peer.socket.send("welcome to something else")

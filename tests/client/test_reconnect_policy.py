@@ -19,7 +19,7 @@ def backoff(policy: BackoffPolicy = FOR_EVER, *, random: float = 1.0) -> Reconne
 
 
 def test_bound_doubles_up_to_its_limit() -> None:
-    """0.2 s, doubling each time, at most 10 s."""
+    """It starts at 0.2 s and doubles with each attempt up to 10 s."""
     waits = backoff()
     assert [waits.next_wait_s(now=0.0) for _ in range(8)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert waits.attempt == 8

@@ -203,7 +203,7 @@ def test_running_turn_continues_after_the_shown_text() -> None:
 
 
 def test_ended_turn_is_completed_from_the_transcript() -> None:
-    """Text from the turn's offset in the transcript, the end from repeating the key."""
+    """The rest of its text comes from the transcript, and its end from the repeated request."""
     stream = running("He")
     messages = (*transcript("Before.", "Hello"), ChatMessage(role="user", content="appended later"))
     turns = (ended("t0", 2), ended("t", 4))

@@ -255,7 +255,7 @@ async def _refused_then_answered(peer: Peer, *codes: str, **refusal: Any) -> Non
 
 
 async def test_retryable_refusals_are_retried(scripted: Start) -> None:
-    """Each after the daemon's delay plus growing jitter."""
+    """Each waits for the daemon's delay and a jitter that grows."""
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:

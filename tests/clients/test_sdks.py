@@ -20,6 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 def test_package_works_feature_by_feature(
     client: ClientProgram, daemon: Daemon, installed_clients: Path, tmp_path: Path
 ) -> None:
-    """Its own types, streams, tool loops and errors, feature by feature."""
+    """Its program prints the expected result of each feature: own types, streams, tool loops and errors."""
     programs = install(client, installed_clients)
     assert printed(run(client, programs, daemon, tmp_path)) == client.expected

@@ -37,7 +37,7 @@ def _refused(path: Path | None = None, **overrides: object) -> InferenceCenterEr
 
 
 def test_source_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Command line over environment over file over default, for each setting."""
+    """The command line overrides the environment, which overrides the file, which overrides the default."""
     path = _file(tmp_path, '[server]\nhost = "a"\nport = 1\nbase_path = "/x"\n')
     monkeypatch.setenv("INFERENCECENTER_SERVER__HOST", "b")
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "2")
@@ -154,7 +154,7 @@ def test_deeply_nested_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    """A missing file, a directory and a binary one; an explicitly named file is never skipped."""
+    """A missing file, a directory and a file that is not UTF-8 are refused."""
     assert "No such file" in _refused(tmp_path / "none.toml").message
     assert "directory" in _refused(tmp_path).message
     binary = tmp_path / "binary.toml"
@@ -179,7 +179,7 @@ def test_documented_non_setting_variables_are_ignored(name: str, monkeypatch: py
 
 
 def test_file_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option, then the variable, the user's file, and the system's; otherwise none."""
+    """The option precedes the variable, the user's file and the system's; without any there is no file."""
     assert find_config(None) is None
     system, user = loader.SYSTEM_CONFIG, tmp_path / "xdg" / "inferencecenter" / "inferencecenter.toml"
     for path in (system, user):

@@ -13,7 +13,7 @@ _SYSEXITS = range(64, 79)
 
 
 def test_every_code_has_one_row() -> None:
-    """No code without a row, and no row with another code."""
+    """Every code has a row in the table, and every row is that of its code."""
     assert set(ERRORS) == set(ErrorCode)
     assert all(code is row.code for code, row in ERRORS.items())
 
@@ -49,7 +49,7 @@ def test_default_message_is_the_rows_sentence() -> None:
 
 
 def test_error_fields_are_kept() -> None:
-    """Message, hint, field and retry delay; ``repr`` shows code and field."""
+    """Message, hint, field and retry delay can be read; ``repr`` shows code, message and field."""
     error = InferenceCenterError(
         ErrorCode.INVALID_REQUEST, "too hot", hint="At most 5.", field="params.temperature", retry_after_ms=10
     )

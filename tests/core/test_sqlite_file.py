@@ -124,7 +124,7 @@ def _index_gone(path: Path) -> None:
 def test_moved_or_replaced_file_is_detected(
     path: Path, database: sqlite3.Connection, hurt: Callable[[Path], None], *, is_missing: bool
 ) -> None:
-    """Deleted, replaced, or without its WAL or index: writes to it would be lost."""
+    """A file that was deleted or replaced, or that lost its WAL or index, raises, because writes would be lost."""
     database.execute("PRAGMA journal_mode = WAL")
     migrate(database, STEPS, path=path)
     identity = FileIdentity.of(path)

@@ -135,7 +135,7 @@ async def test_supervised_task_restarts_after_failures() -> None:
 
 
 async def test_supervised_task_ends_with_its_owner() -> None:
-    """Cancelled while working or while waiting for its restart."""
+    """It is cancelled while it works and while it waits for its restart."""
     for failing in (False, True):
         group, reached = TaskGroup("keeper"), asyncio.Event()
 

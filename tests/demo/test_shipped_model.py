@@ -55,7 +55,7 @@ def test_model_file_is_packaged() -> None:
 
 
 def test_metadata_matches_the_model_card(metadata: dict[str, Any]) -> None:
-    """Architecture, license and context length."""
+    """The file names its architecture, license and context length."""
     assert metadata["general.architecture"] == "llama"
     assert metadata["general.license"] == "Apache-2.0"
     assert metadata["llama.context_length"] == 1024

@@ -13,7 +13,7 @@ def test_held_out_split_is_fixed() -> None:
 
 
 def test_about_one_value_in_eight_is_held_out() -> None:
-    """Enough to test on, and few enough to train without."""
+    """The share of held-out values is between 10 % and 15 %."""
     share = sum(world.held_out(f"value {i}") for i in range(4000)) / 4000
     assert 0.1 < share < 0.15
 

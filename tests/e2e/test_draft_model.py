@@ -62,7 +62,7 @@ async def _answers(daemon: Daemon, *prompts: str) -> list[Answer]:
 
 @pytest.mark.parametrize("prompts", [*((prompt,) for prompt in PROMPTS), PROMPTS])
 async def test_draft_model_keeps_greedy_answers(plain: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
-    """Alone, and where two turns take the only slot from each other; most tokens were drafted."""
+    """A turn alone, and two turns that share the only slot, give the answers without drafts, mostly from drafts."""
     before = drafting.metric("accepted_tokens_total")
     ours, theirs = await _answers(drafting, *prompts), await _answers(plain, *prompts)
     assert [len(answer.tokens) for answer in ours] == [GREEDY["max_tokens"]] * len(prompts)

@@ -113,7 +113,7 @@ async def test_client_ranks_documents(embedding_daemon: Daemon, openai: AsyncOpe
 
 
 def test_command_ranks_documents(embedding_daemon: Daemon) -> None:
-    """A line for each, the best first, and as the blocking client has them."""
+    """Each document is a line, the best first, with the index that the blocking client reports."""
     command = [sys.executable, "-m", "inferencecenter", "rerank", "cat", *TEXTS]
     reach = ["--url", embedding_daemon.url, "--token", embedding_daemon.admin_token]
     written = subprocess.run([*command, *reach], capture_output=True, text=True, check=True).stdout
@@ -136,7 +136,7 @@ def test_blocking_client_gets_vectors(embedding_daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(("arguments", "given"), [(["the cat", "a dog"], ""), ([], "the cat\n\na dog\n")])
 def test_command_writes_lines_of_json(embedding_daemon: Daemon, arguments: list[str], given: str) -> None:
-    """One for each argument, or for each line of its input that is not empty."""
+    """Each argument, or each line of the input that is not empty, is a line with its vector."""
     command = [sys.executable, "-m", "inferencecenter", "embed", *arguments, "--model", "bert"]
     reach = ["--url", embedding_daemon.url, "--token", embedding_daemon.admin_token]
     written = subprocess.run([*command, *reach], input=given, capture_output=True, text=True, check=True).stdout

@@ -241,7 +241,7 @@ async def test_python_client_lists_and_calls_tools(daemon: Daemon) -> None:
 
 
 def test_blocking_client_lists_and_calls_tools(daemon: Daemon) -> None:
-    """Likewise."""
+    """A call fails or returns the tool's error, as with the asyncio client."""
     with BlockingClient(daemon.url, daemon.admin_token) as client, client.session() as session:
         tools = [Tool(name=each.name, strict=False) for each in client.mcp_servers("weather")[0].mcp_tools]
         (call,) = session.ask("fail", tools=tools).tool_calls
@@ -250,7 +250,7 @@ def test_blocking_client_lists_and_calls_tools(daemon: Daemon) -> None:
 
 
 async def test_servers_are_reloaded(tmp_path: Path, server: int, calls: CallFile) -> None:
-    """Added, removed and changed; the running call of a removed one ends, and the session continues."""
+    """Servers are added, changed and removed; a call that runs on a removed one ends, and the session continues."""
     config = tmp_path / "inferencecenter.toml"
     config.touch()
     table = f'[mcp.weather]\nurl = "http://127.0.0.1:{server}/mcp"\nscope = "user"\n'

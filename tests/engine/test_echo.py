@@ -118,7 +118,7 @@ def test_logit_bias_is_refused() -> None:
     ],
 )
 def test_chunks_that_do_not_fit_the_kv_are_refused(chunks: list[Chunk]) -> None:
-    """A wrong position, no tokens, unsorted slots, or a slot twice: nothing is decoded."""
+    """A wrong position, no tokens, unsorted slots and a repeated slot are refused, and nothing is decoded."""
     backend = echo()
     with pytest.raises(ValueError, match="slot"):
         backend.decode(chunks)
@@ -144,7 +144,7 @@ def test_sampler_detects_kv_of_another_turn() -> None:
 
 
 def test_closed_sampler_raises() -> None:
-    """When it is closed again or sampled from."""
+    """Closing it again or sampling from it is an error."""
     sampler = echo().sampler(Params(), [1])
     sampler.close()
     with pytest.raises(ValueError, match="closed already"):
@@ -186,7 +186,7 @@ def test_saved_tokens_are_restored_into_any_slot_of_any_backend(tokens: list[int
 
 @given(st.data())
 def test_incomplete_state_is_refused(data: st.DataObject) -> None:
-    """Truncated, changed in any bit, or of another length: the slot is empty, and nothing raises."""
+    """A state that is truncated, changed in any bit, or of another length leaves the slot empty and raises nothing."""
     backend = echo()
     backend.decode([Chunk(0, 0, list(b"hello"), sample=False), Chunk(1, 0, [1], sample=False)])
     state, n_tokens = saved(backend, 0), 5

@@ -375,7 +375,7 @@ def run(grammars: GrammarCache, grammar: Grammar) -> None:
 @fuzzed
 @given(grammar=GRAMMARS["json_schema"])
 def test_any_json_schema_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
-    """Valid keywords, and keywords with arbitrary values."""
+    """The schemas have valid keywords, and keywords with arbitrary values."""
     run(grammars, grammar)
 
 
@@ -404,5 +404,5 @@ def test_any_gbnf_compiles_or_is_refused(grammars: GrammarCache, grammar: Gramma
 @given(grammar=GRAMMARS["else"])
 @example(grammar=Grammar("json_schema", "[" * 100_000))
 def test_any_grammar_kind_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
-    """Unknown kinds too."""
+    """Grammars of any other kind, also of unknown ones, are compiled or refused."""
     run(grammars, grammar)

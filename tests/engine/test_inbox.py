@@ -38,7 +38,7 @@ def test_inbox_is_bounded_in_bytes() -> None:
 
 
 def test_oversized_message_is_admitted_alone() -> None:
-    """So nothing waits forever; a message without text never waits."""
+    """A message larger than the inbox does not wait forever, and one without text never waits."""
     inbox = Inbox(room_bytes=100)
     inbox.put(ReceivedCommand(submit("large", "x" * 4000), 0.0))
     inbox.put(ReceivedCommand(AbortTurn("large"), 0.0))

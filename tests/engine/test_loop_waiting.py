@@ -46,7 +46,7 @@ def started(engine: Engine, turn_id: str) -> Started:
 
 
 def test_turn_without_a_slot_times_out() -> None:
-    """While another turn holds the only slot and nothing else happens; the running turn is not affected."""
+    """It fails while another turn holds the only slot; that turn is not affected."""
     clock = StandingClock()
     engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
     engine.front.send(submit("runs", "ab", params=ENDLESS))

@@ -192,7 +192,7 @@ def test_full_context_ends_the_answer() -> None:
 
 
 def test_repetition_loop_ends_the_answer() -> None:
-    """Two alternating tokens, three times."""
+    """Two alternating tokens that come three times end the answer."""
     end = finished(push_all(output_of(b"a", b"b", stop_on_repetition=3), 1, 2, 1, 2, 1, 2))
     assert (end.reason, end.generated_tokens, end.kept_tokens) == ("repetition", 6, 6)
 
@@ -358,10 +358,7 @@ def test_interruption_anywhere_keeps_the_emitted_text(  # noqa: PLR0917 - drawn
     repeats: int | None,
     n_ctx: int,
 ) -> None:
-    """However much was told before the cut, what is told after it is the rest of the uninterrupted answer, and its end.
-
-    That holds for a cut behind the last token too: then the end is all that was lost.
-    """
+    """For any number of characters sent before the cut, the rest of the uninterrupted answer and its end follow."""
     params: dict[str, Any] = {"stop": stop, "stop_regex": patterns, "max_tokens": 30, "n_ctx": n_ctx}
     if repeats is not None:
         params["stop_on_repetition"] = repeats

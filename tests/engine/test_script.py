@@ -237,7 +237,7 @@ def test_error_ends_the_answer_after_its_text(tmp_path: Path) -> None:
 
 
 def test_tokens_are_due_at_the_speed_of_the_reply(tmp_path: Path) -> None:
-    """The first one after the delay, each next one an interval later, late ones as soon as possible."""
+    """The first token waits for the delay, each next one for an interval, and late ones for nothing."""
     scripted = Scripted(tmp_path, {"reply": {"text": "one two", "delay_s": 1, "tokens_per_s": 4}})
     sampler = scripted.begin(USER)
     assert sampler.wait_s == 1

@@ -48,7 +48,7 @@ def parking(path: Path, **options: object) -> Engine:
 
 
 def test_suspend_stops_turns_silently(tmp_path: Path) -> None:
-    """Running, waiting and new ones; running sessions are on disk, and the loop ends with its pipe."""
+    """Running, waiting and new turns get no event; running sessions are saved, and the loop ends with its pipe."""
     engine = parking(tmp_path, quantum_tokens=1_000_000)
     names = [f"turn {number} of them" for number in range(4)]
     engine.front.send(*(submit(name, "ab", params=ENDLESS) for name in names[:2]))
@@ -263,7 +263,7 @@ def left_by_a_kill(demo_model_path: Path, tmp_path_factory: pytest.TempPathFacto
 def test_recovered_entries_are_the_requested_ones(
     demo_model_path: Path, tmp_path: Path, left_by_a_kill: Path, adopt: str
 ) -> None:
-    """None, the durable ones, or all entries of a killed engine."""
+    """An engine recovers none, the durable ones, or all entries of a killed engine."""
     kv = shutil.copytree(left_by_a_kill, tmp_path / "kv")
     with running(long_options(demo_model_path, kv, kv_adopt=adopt, slots=1)) as child:
         for turn in TURNS[:2]:

@@ -109,7 +109,7 @@ def test_unchanged_document_is_accepted(target: Callable[[bytes], None]) -> None
 @examples(400)
 @given(data=st.data())
 def test_any_document_is_accepted_or_refused(target: Callable[[bytes], None], data: st.DataObject) -> None:
-    """Any content, JSON or not."""
+    """The documents may have any content, JSON or not."""
     target(data.draw(changed(st.sampled_from(DOCUMENTS[target]))))
 
 

@@ -44,7 +44,7 @@ def test_unchanged_header_is_accepted() -> None:
 @example(changed(tensors=(TensorInfo(b"blk.%s.attn_k.weight" % (b"9" * 5000), (32,)),)))
 @example(changed(tensors=(TensorInfo(b"blk.0.", (32,)),)))
 def test_any_header_is_planned_for_or_refused(data: bytes) -> None:
-    """Any counts, types, lengths, names and numbers."""
+    """The headers have any counts, types, lengths, names and numbers."""
     model_file(data)
 
 

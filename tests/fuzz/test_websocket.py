@@ -111,7 +111,7 @@ CLOSED: Final = {int(spec.code) for spec in CLOSE_CODES} - {int(CloseCode.INTERN
 
 
 def test_every_operation_is_fuzzed() -> None:
-    """All but the one that stops the daemon."""
+    """Only the operation that stops the daemon has no frames."""
     assert FRAMES.keys() == REQUESTS.keys()
     assert [op for op, frames in FRAMES.items() if not frames] == ["drain"]
 
@@ -121,7 +121,7 @@ def test_every_operation_is_fuzzed() -> None:
 @examples(50)
 @given(data=st.data())
 def test_any_frame_is_answered_or_closes_its_socket(fuzzed: Daemon, op: str, data: st.DataObject) -> None:
-    """Mutated frames of one operation, between others, bytes and invalid text."""
+    """A socket gets mutated frames of one operation, among others, bytes and invalid text."""
     own = changed(
         st.sampled_from([{"op": op, "id": "i", **frame} for frame in FRAMES[op]]), names=st.sampled_from(NAMES[op])
     )
@@ -138,7 +138,7 @@ def test_any_frame_is_answered_or_closes_its_socket(fuzzed: Daemon, op: str, dat
 @examples(200)
 @given(data=st.data())
 def test_any_responses_frame_is_answered_or_closes_its_socket(fuzzed: Daemon, data: st.DataObject) -> None:
-    """The same on a Responses socket."""
+    """A Responses socket gets mutated requests, bytes and invalid text."""
     bodies = [{"type": "response.create", "stream_id": "s", **body} for body in BODIES["/v1/responses"]]
     frames = st.lists(
         changed(st.sampled_from([*bodies, {"type": "response.cancel", "stream_id": "s"}])) | NOISE, max_size=6

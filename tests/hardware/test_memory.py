@@ -191,7 +191,7 @@ def test_available_memory_of_the_machine(proc: Path, tmp_path: Path) -> None:
 
 
 def test_available_memory_of_a_group(proc: Path, tmp_path: Path) -> None:
-    """The least remaining memory of the process's group and its parents, page cache excluded."""
+    """It is the least that the process's group and its parents leave, without page cache."""
     group(tmp_path / "user" / "app", limit="1000")
     assert available_memory_bytes(proc, tmp_path) == 580
     group(tmp_path / "user", limit="9000", high="8000", current=7900)

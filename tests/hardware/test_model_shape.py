@@ -120,7 +120,7 @@ def test_demo_model_shape() -> None:
     ],
 )
 def test_sliding_window_sources(architecture: str, facts: dict[str, Any], windows: tuple[int, ...]) -> None:
-    """Stated by the file, or llama.cpp's default of the architecture."""
+    """The window comes from the file or is llama.cpp's default of the architecture."""
     assert tuple(layer.window for layer in make_shape(architecture, facts).layers) == windows
 
 

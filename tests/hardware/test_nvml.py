@@ -112,7 +112,7 @@ def test_unsupported_reading_is_none(monkeypatch: pytest.MonkeyPatch, call: str)
 
 @pytest.mark.parametrize("call", FIELDS)
 def test_missing_nvml_function_gives_none(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Missing in the library or in the binding."""
+    """The readings of a function that the library or the binding lacks are ``None``."""
     monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
     reading = Gpu().read()
     monkeypatch.delattr(pynvml, call)
@@ -181,12 +181,12 @@ def test_mig_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("pid", "expected"), [(7, 90), (8, None), (9, None)])
 def test_process_memory_on_a_gpu(pid: int, expected: int | None) -> None:
-    """``None`` where the driver does not report it, or not under that pid."""
+    """It is ``None`` if the driver does not report it, or lists no such process."""
     assert process_bytes(0, pid) == expected
 
 
 def test_process_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the driver refuses the process list, or the GPU."""
+    """It is ``None`` if the driver refuses the list of processes, or the GPU."""
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", failing(pynvml.NVML_ERROR_NO_PERMISSION))
     assert process_bytes(0, 7) is None
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", failing(pynvml.NVML_ERROR_GPU_IS_LOST))

@@ -237,7 +237,7 @@ def test_more_memory_gives_no_worse_plan(
 
 
 def test_order_of_concessions(shape_of: ShapeOf) -> None:
-    """Slots first, then KV precision if allowed, the batch, layers, and last the GPU."""
+    """Less memory costs slots first, then KV precision if allowed, the batch, layers, and last the GPU."""
     model = shape_of("llama3.1-8b")
     seen: list[str] = []
     for mib in range(12 * 1024, 0, -64):
@@ -323,7 +323,7 @@ def test_unknown_host_memory_is_sufficient(shape_of: ShapeOf) -> None:
 
 
 def test_one_long_context(shape_of: ShapeOf) -> None:
-    """The same memory as one context, as long as fits; the plan for many mentions this option."""
+    """One slot gets the context that fits in the memory of many; the plan for many mentions this option."""
     model = shape_of("llama3.1-8b")
     many = plan(model, gpus(12), HOST, PlacementConstraints())
     long = plan(model, gpus(12), HOST, PlacementConstraints(prefer="long"))
@@ -334,7 +334,7 @@ def test_one_long_context(shape_of: ShapeOf) -> None:
 
 
 def test_layer_limit_after_a_failed_start(shape_of: ShapeOf) -> None:
-    """No more layers than that, however much is free."""
+    """The plan has no more layers than the limit, however much memory is free."""
     made = plan(shape_of("llama3.2-1b"), gpus(24), HOST, PlacementConstraints(most_gpu_layers=8))
     assert made.n_gpu_layers == 8
     assert "failed to load" in made.reasons[0].why

@@ -106,7 +106,7 @@ def test_thermal_throttling_counts_at_any_temperature(
 
 
 def test_reason_has_the_figures() -> None:
-    """The reading and its threshold."""
+    """It has the reading and the threshold that it exceeds."""
     heat = next_heat(Heat(), [at(88.0)], THRESHOLDS, now=0.0)
     assert heat == Heat(state=HOT, required_at_s=0.0, temperature_c=88.0, reason="88 °C, hot from 87 °C on")
     cooler = next_heat(heat, [at(60.0)], THRESHOLDS, now=10.0)

@@ -57,7 +57,7 @@ def test_progress_counter_is_shared(ends: tuple[Heartbeat, Heartbeat]) -> None:
 
 @given(steps=st.lists(st.lists(NAMES, max_size=40, unique=True)))
 def test_turns_of_the_step_are_listed(steps: list[list[str]]) -> None:
-    """Exactly the turns of the running step, in order, and none between steps."""
+    """The list has exactly the turns of the running step in their order, and is empty between steps."""
     with ExitStack() as held:
         front = Heartbeat.create()
         held.callback(front.close)
@@ -71,7 +71,7 @@ def test_turns_of_the_step_are_listed(steps: list[list[str]]) -> None:
 
 
 def test_prepared_turns_are_listed(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """Each while its worker runs, after those of the step, and once."""
+    """A turn is listed once while its worker prepares it, after the turns of the step."""
     front, engine = ends
     with engine.preparing("t1"), engine.preparing("t2"):
         assert sorted(front.suspects) == ["t1", "t2"]

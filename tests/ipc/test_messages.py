@@ -63,7 +63,7 @@ STEP = StepOutput(
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=20))
 def test_packed_tokens_round_trip(tokens: list[int]) -> None:
-    """Four bytes a token, little-endian."""
+    """Tokens are packed into four bytes each and come back unchanged."""
     packed = pack_tokens(tokens)
     assert len(packed) == 4 * len(tokens)
     assert unpack_tokens(packed) == tokens

@@ -111,7 +111,7 @@ def ordinary(request: dict[str, Any]) -> Answer:
 
 
 async def test_tools_of_a_real_server_run(port: int) -> None:
-    """Results, errors of the tool, and text for structured content."""
+    """The connection lists tools, gets a result as text, and reports the error of a tool."""
     async with connected(port) as connection:
         await connection.open()
         assert "get_weather" in [tool.name for tool in await connection.list_tools()]
@@ -140,7 +140,7 @@ async def test_certificate_authorities_are_read_outside_the_event_loop(
 
 
 async def test_changed_tools_are_announced(port: int) -> None:
-    """By the server's notification; the next list has the new tool."""
+    """The server's notification is passed on, and the next list has the new tool."""
     changed = asyncio.Event()
     async with connected(port, tools_changed=changed.set) as connection:
         await connection.open()
@@ -356,7 +356,7 @@ async def test_calls_that_never_end_do_not_take_all_descriptors() -> None:
 
 
 async def test_event_stream_is_reopened_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever interval the server asks for."""
+    """The client waits before it opens the stream again, although the server asks for no delay."""
     waits: list[float] = []
     sleep = asyncio.sleep
 
@@ -410,7 +410,7 @@ async def test_number_of_parts_is_bounded(is_stream: bool, n_parts: int, is_read
     ],
 )
 def test_structure_is_counted_outside_of_strings(message: bytes, expected: bool) -> None:
-    """Whatever the strings contain."""
+    """Brackets and commas within strings do not count, whatever escapes the strings have."""
     assert is_dense(message) is expected
 
 
@@ -485,7 +485,7 @@ async def test_requests_of_a_server_that_reads_no_answers_are_bounded() -> None:
 
 
 async def test_messages_of_a_server_are_paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a burst, one for each interval; results are not delayed."""
+    """After a burst each further message waits for an interval; results are not delayed."""
     delays = []
 
     async def sleep(delay_s: float) -> None:

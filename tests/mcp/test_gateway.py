@@ -292,7 +292,7 @@ async def test_announced_tools_are_listed_again() -> None:
 
 
 async def test_calls_of_a_removed_server_end() -> None:
-    """The running one with an unknown outcome; the waiting one did not run, nor one that is committed later."""
+    """A running call ends with an unknown outcome; a waiting call and a later one fail without having run."""
     world = World(max_calls=1)
     world.may_end.clear()
     calls = [world.start(), world.start()]

@@ -152,7 +152,7 @@ def test_invalid_manifest_is_ignored(models: Path, content: bytes) -> None:
 
 
 def test_removal_deletes_all_files_of_a_model(models: Path) -> None:
-    """Parts and manifest; other models stay."""
+    """All parts of a split model, or a pulled file with its manifest, are deleted; other models stay."""
     assert remove(models, "split", configured={}).name == "split"
     remove(models, "pulled.gguf", configured={})
     assert sorted(path.name for path in models.iterdir()) == [".incoming", "folder.gguf", "notes.txt", "own.gguf"]

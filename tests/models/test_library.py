@@ -41,7 +41,7 @@ def test_model_is_pulled_from_the_hub_of_the_environment(hub: StubHub, tmp_path:
 
 
 def test_model_of_the_directory_is_deleted(tmp_path: Path) -> None:
-    """It alone."""
+    """Only the named model's file is deleted."""
     models = library(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"{name}.gguf").touch()

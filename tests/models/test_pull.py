@@ -194,7 +194,7 @@ def test_long_files_are_requested_in_ranges(pulls: Puller, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_busy_hub_is_retried_with_backoff(pulls: Puller, status: int) -> None:
-    """A few times, with growing delays."""
+    """The pull succeeds after two refusals, with longer pauses each time."""
     pulls.hub.statuses = [status, status]
     assert pulls().fetched
     assert pulls.waited_s == [1.0, 2.0]
@@ -409,7 +409,7 @@ def test_invalid_hub_address_is_an_error(offline: None, models: Path) -> None:
 
 
 def test_hub_and_token_come_from_the_environment(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``HF_ENDPOINT`` and ``HF_TOKEN``, by default huggingface.co without a token."""
+    """``HF_ENDPOINT`` and ``HF_TOKEN`` set them; the default is huggingface.co without a token."""
     assert hub_of({}) == ModelHub("https://huggingface.co", None)
     monkeypatch.setenv("HF_TOKEN", "hf_a")
     assert hub_of({"HF_ENDPOINT": "http://mirror/"}) == ModelHub("http://mirror", "hf_a")

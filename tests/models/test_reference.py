@@ -44,7 +44,7 @@ def refused(reference: str, *paths: str) -> InferenceCenterError:
     ],
 )
 def test_reference_forms(text: str, meant: ModelReference) -> None:
-    """A repository, with a quantization, with a file, also in a folder."""
+    """A reference is a repository, alone or with a quantization or a file, which may be in a folder."""
     assert parse_reference(text) == meant
 
 
@@ -115,7 +115,7 @@ def test_split_model_is_one_variant() -> None:
     ],
 )
 def test_matching_variant(reference: str, paths: list[str], chosen: str) -> None:
-    """The only one, the only Q4_K_M, the given quantization, or the given file."""
+    """It is the only variant, the one in Q4_K_M, the one of the given quantization, or the given file."""
     assert choose(parse_reference(reference), files(*paths)).name == chosen
 
 
@@ -130,7 +130,7 @@ def test_matching_variant(reference: str, paths: list[str], chosen: str) -> None
     ],
 )
 def test_error_lists_the_variants(reference: str, paths: list[str], message: str, listed: str) -> None:
-    """Quantizations where they are distinct, else files."""
+    """Quantizations are listed where they differ, otherwise files."""
     error = refused(reference, *paths)
     assert error.code is ErrorCode.MODEL_NOT_FOUND
     assert message in error.message

@@ -363,7 +363,7 @@ def test_keep_alive_can_be_unlimited(folder: Path) -> None:
 
 
 def test_entry_without_a_path(folder: Path, tmp_path: Path) -> None:
-    """The file or split model of its name in ``models_dir``, present or not."""
+    """It means the file or split model of its name in ``models_dir``, which need not exist yet."""
     whole = _write(folder / "phi.gguf")
     first = _write(folder / "big-00001-of-00002.gguf")
     registry = _read(folder, models={"phi": {"slots": 1}, "big": {}, "later": {}})
@@ -375,7 +375,7 @@ def test_entry_without_a_path(folder: Path, tmp_path: Path) -> None:
 
 
 def test_entry_takes_precedence_over_a_file(folder: Path) -> None:
-    """Its own path counts."""
+    """A file of the entry's name is ignored if the entry has a path of its own."""
     _write(folder / "phi.gguf")
     assert _read(folder, models={"phi": {"path": "/m/other.gguf"}}).get("phi").path == Path("/m/other.gguf")
 
@@ -428,7 +428,7 @@ def test_files_are_named_by_stem(folder: Path) -> None:
 
 
 def test_non_files_are_ignored(folder: Path, tmp_path: Path) -> None:
-    """Directories, dangling links, pipes and hidden files; other links count."""
+    """Directories, dangling links, pipes and hidden files are ignored; links to files are listed."""
     (folder / "directory.gguf").mkdir()
     (folder / "dangling.gguf").symlink_to(tmp_path / "nowhere.gguf")
     (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
@@ -460,7 +460,7 @@ def test_broken_file_is_listed(folder: Path, content: bytes) -> None:
 
 @pytest.mark.skipif(ROOT, reason="root may read everything")
 def test_unreadable_file_is_listed(folder: Path) -> None:
-    """For the same reason."""
+    """It is listed like a broken file, so that a request for it gets the reason."""
     _write(folder / "sealed.gguf").chmod(0)
     assert sorted(files_in(folder)) == ["sealed"]
 
@@ -473,7 +473,7 @@ def test_empty_or_missing_directory(folder: Path, tmp_path: Path) -> None:
 
 
 def test_models_dir_that_is_no_directory(folder: Path) -> None:
-    """Logged once; the other models are listed."""
+    """The problem is logged once, and the bundled model is available."""
     (folder / "file").touch()
     registry = _read(folder / "file")
     assert list(registry.models) == [DEMO]

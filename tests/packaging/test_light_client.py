@@ -76,7 +76,7 @@ def run(bin_dir: Path, *command: str | Path, daemon: Daemon | None = None) -> su
 
 
 def test_no_server_dependency_is_installed(bin_dir: Path) -> None:
-    """Neither compiled packages nor those of the HTTP server."""
+    """Neither compiled packages nor the packages of the HTTP server can be imported."""
     found = f"from importlib.util import find_spec; print([n for n in {SERVER_PACKAGES!r} if find_spec(n)])"
     assert run(bin_dir, "python", "-c", found).stdout == "[]\n"
 

@@ -156,7 +156,7 @@ def test_update_keeps_the_kind_of_build(tmp_path: Path) -> None:
 
 
 def test_version_is_the_required_one() -> None:
-    """Exactly, as libraries of another version do not fit."""
+    """The version that ``tools/llama`` installs is exactly the one that the package requires."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["server"]
     assert f"llama-cpp-python=={command.wanted_version(ROOT / 'pyproject.toml')}" in needed
 
@@ -426,7 +426,7 @@ CUDA: Index = {"inferencecenter-llama==1.2.3+cuda.portable": ("cuda", "libllama"
 def test_wheels_of_an_index_are_used_if_they_have_the_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: Index, kind: str, installed: list[str]
 ) -> None:
-    """Only binaries of exactly the version; otherwise a line says why it is compiled."""
+    """Only wheels are downloaded, of exactly the required version, and the kind is recorded."""
     pip = Pip(has)
     monkeypatch.setattr(installation, "_pip", pip)
     assert Installation(tmp_path, VERSION).install_from("https://example.com/simple", kind, progress=Silent())

@@ -74,7 +74,7 @@ def test_release_must_match_its_tag(checkout: Path, tag: str, title: str, said: 
 
 
 def test_changelog_starts_with_the_version() -> None:
-    """Unreleased or with its date."""
+    """The first heading is the package's version, with a date or as unreleased."""
     version = re.findall(r'^__version__ = "(.+)"$', (ROOT / "inferencecenter/__init__.py").read_text(), re.MULTILINE)
     title = r"^## (\S+) - (?:unreleased|\d{4}-\d\d-\d\d)$"
     assert re.findall(title, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:1] == version

@@ -287,7 +287,7 @@ def test_duplicate_parameter_is_refused(raw: dict[str, Any], both: tuple[str, st
     ],
 )
 def test_unknown_parameter_suggests_a_name(raw: dict[str, Any], field: str, hint: str) -> None:
-    """The nearest name, or the successor of a removed parameter."""
+    """The hint has the most similar name, or what replaces a removed parameter."""
     error = refused(raw)
     assert error.field == field
     assert error.hint is not None

@@ -39,7 +39,7 @@ async def test_cancelled_deadline_is_not_called() -> None:
 
 
 async def test_distant_deadline_uses_several_timers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of at most a week; the callback runs after the last."""
+    """No timer is longer than a week, and the callback runs after the last one."""
     timers: list[tuple[float, Callable[[], object]]] = []
     cancelled: list[int] = []
 

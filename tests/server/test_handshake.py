@@ -115,5 +115,5 @@ def test_forwarded_host_needs_a_trusted_proxy() -> None:
     ],
 )
 def test_allowed_origins(origin: str | None, host: str, allowed: bool) -> None:
-    """The same host and listed origins; programs without an Origin are allowed."""
+    """The daemon's own host, listed origins and requests without an Origin are allowed."""
     assert origin_allowed(origin, host, ("https://friend.example",)) is allowed

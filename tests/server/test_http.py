@@ -288,7 +288,7 @@ async def test_websockets_do_not_count_as_http_connections(serve: Serve, clock: 
 
 
 async def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
-    """The last of them incomplete."""
+    """52 requests in one write are answered, and an incomplete one is answered once its end arrives."""
     async with peer(server) as (reader, writer):
         writer.write(GET + b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n" + GET * 50 + GET[:-2])
         statuses = [(await answer(reader))[0] for _ in range(52)]
@@ -341,7 +341,7 @@ def chunked(*chunks: bytes) -> bytes:
 async def test_too_many_headers_are_refused_before_parsing(
     server: Running, monkeypatch: pytest.MonkeyPatch, request_bytes: bytes
 ) -> None:
-    """Complete or not."""
+    """A head with too many fields is refused whether or not it is complete."""
     monkeypatch.setattr("h11._connection.Connection._extract_next_receive_event", pytest.fail)
     async with peer(server) as (reader, writer):
         writer.write(request_bytes)

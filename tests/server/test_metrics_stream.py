@@ -75,7 +75,7 @@ async def test_gpu_readings(server: Running) -> None:
 
 
 async def test_offloaded_sessions_are_reported(server: Running) -> None:
-    """Their number and size, in ``metrics`` and in an operator's ``status``."""
+    """``metrics`` and an operator's ``status`` have their number and size."""
     server.engine.become(ready(parked_sessions=3, parked_bytes=5 * 2**19))
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.connect(additional_headers=key) as socket:

@@ -74,7 +74,7 @@ PONG = events.Pong()
 @settings(deadline=None)
 @given(st.text(), st.text(min_size=1), st.text(min_size=1), st.integers(min_value=1, max_value=2**53), st.booleans())
 def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, seq: int, v1: bool) -> None:
-    """Byte for byte, for any text and both protocol versions."""
+    """A frame equals the encoder's byte for byte, for any text and both protocol versions."""
     wire = StubWire()
     outbox = Outbox(wire, limit_bytes=1000, overflowed=CallCounter(), metrics=DaemonMetrics())
     if v1:
@@ -98,7 +98,7 @@ def call(arguments: str, seq: int, *, index: int = 0, name: str | None = None) -
 
 @given(st.text(), st.integers(min_value=1, max_value=2**53), st.integers(0, 200))
 def test_reasoning_and_call_frames_equal_the_codecs(text: str, seq: int, index: int) -> None:
-    """Byte for byte; sockets of protocol version 0 get none."""
+    """A frame equals the encoder's byte for byte; sockets of protocol version 0 get none."""
     for event in (reasoning(text, seq), call(text, seq, index=index), call(text, seq, index=index, name="f")):
         for v1 in (True, False):
             wire = StubWire()
@@ -110,7 +110,7 @@ def test_reasoning_and_call_frames_equal_the_codecs(text: str, seq: int, index: 
 
 
 def test_sent_reports_what_is_no_text(wire: StubWire, metrics: DaemonMetrics) -> None:
-    """Also what the socket's protocol does not know and what is replayed, but nothing once the outbox is closed."""
+    """It is called with events that the socket's protocol lacks and with replayed ones, until the outbox is closed."""
     sent: list[Event] = []
     outbox = Outbox(wire, sent=sent.append, limit_bytes=1000, overflowed=CallCounter(), metrics=metrics)
     progress = events.Progress(session_id="s", seq=1, turn_id="t", done=1, total=2)
@@ -127,7 +127,7 @@ def test_sent_reports_what_is_no_text(wire: StubWire, metrics: DaemonMetrics) ->
 
 
 def test_pending_deltas_merge_by_kind(outbox: Outbox, wire: StubWire) -> None:
-    """Reasoning, text, and arguments of one call; the call's name stays separate."""
+    """Adjacent deltas of reasoning, text or one call's arguments are joined; the delta with a call's name is not."""
     wire.takes_frames = False
     for event in (
         *(reasoning("a", 1), reasoning("b", 2), token("c", 3), token("d", 4)),
@@ -395,7 +395,7 @@ async def test_close_completes_a_long_message(outbox: Outbox, wire: StubWire) ->
 
 
 async def test_replay_waiters_are_notified(outbox: Outbox, wire: StubWire) -> None:
-    """When the replay was sent, or the socket closed."""
+    """They are notified when the replay was sent, and when the socket closes."""
     tasks = TaskGroup("test")
     for ends in (outbox.flush, lambda: outbox.close(write_rest=False)):
         wire.takes_frames = False

@@ -46,7 +46,7 @@ async def test_health_does_not_depend_on_the_engine(server: Running) -> None:
 
 @pytest.mark.parametrize("state", EngineState)
 async def test_readiness_follows_the_engine(server: Running, state: EngineState) -> None:
-    """200 when a turn could run, also after a wake-up; the body has the reason and load progress."""
+    """The status is 200 if a turn can run, also after a wake-up; the body has the reason and the load progress."""
     server.engine.status = ready(state=state, load_fraction=0.25, detail="because")
     status, _, body = await server.http("/readyz")
     serves = state in (EngineState.READY, EngineState.SUSPENDING, EngineState.ASLEEP)
@@ -131,7 +131,7 @@ async def test_unloaded_engine_has_a_state(server: Running) -> None:
 
 
 async def test_process_metrics(server: Running) -> None:
-    """The daemon and each engine process; one that has exited is absent."""
+    """The daemon and each engine have their memory and CPU time; an engine that has exited has none."""
     server.engine.status = ready(pid=os.getppid())
     found = await page_samples(server)
     for process, model in (("front", ""), ("engine", "stub")):
@@ -219,7 +219,7 @@ async def test_token_in_the_metrics_url_is_refused(serve: Serve) -> None:
 
 
 async def test_untrusted_proxy_is_reported_locally(server: Running) -> None:
-    """One log line, and a field in the readiness page for local clients."""
+    """It is logged once, and only a local client sees it in the readiness page."""
 
     async def told(headers: str = "") -> str | None:
         found: str | None = json.loads((await server.http("/readyz", headers))[2]).get("proxy")

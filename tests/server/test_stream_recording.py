@@ -61,7 +61,7 @@ async def test_reader_is_woken_by_events_and_by_the_end() -> None:
 
 
 async def test_recording_is_found_by_its_client_until_it_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some time after its end, or at once; later events are not kept."""
+    """An ended recording is kept for some time, a discarded one not at all; it takes no later events."""
     monkeypatch.setattr(stream_recording, "KEPT_S", 0.0)
     recordings = StreamRecordings()
     ended, deleted = recordings.begin("ada"), recordings.begin("ada")

@@ -192,7 +192,7 @@ def test_version_covers_every_served_file(tmp_path: Path) -> None:
 
 
 def test_page_preloads_static_imports(tmp_path: Path) -> None:
-    """Each once, and no dynamic import."""
+    """Each statically imported module is preloaded once, and dynamically imported ones are not."""
     modules = {
         "index.html": "<head></head>",
         "js/main.js": 'import { a,\n  b } from "./views/a.js";\nimport("./later.js");',

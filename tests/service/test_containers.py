@@ -44,7 +44,7 @@ def test_mounted_files_exist(compose: Any) -> None:
 
 
 def test_volumes_and_secrets_are_declared(compose: Any) -> None:
-    """Exactly the names that services use."""
+    """Exactly the volumes and secrets that services use are declared."""
     services = compose["services"].values()
     used = {volume.split(":")[0] for service in services for volume in service.get("volumes", ())}
     assert {name for name in used if not name.startswith("./")} == set(compose["volumes"])

@@ -166,7 +166,7 @@ def test_inherited_socket_queues_connections_between_daemons(tmp_path: Path, man
 
 
 def test_stale_lock_files_are_harmless(tmp_path: Path, manager: ServiceManager) -> None:
-    """With any content, the next daemon and its engine start."""
+    """The next daemon and its engine start whatever the lock files contain."""
     with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as first:
         manager.receive_until(is_ready)
         assert first.stop() == 0

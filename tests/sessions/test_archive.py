@@ -289,7 +289,7 @@ async def test_full_archive_refuses_stored_sessions_only(path: Path) -> None:
 
 
 async def test_eviction_deletes_archived_sessions_if_the_operator_chose_it(path: Path) -> None:
-    """The least recently used ones, before the limit is reached; the client is told."""
+    """The least recently used ones are deleted before the archive is full, and the client is notified."""
     settings = SETTINGS.model_copy(update={"archive_mib": 1, "when_full": "evict"})
     async with storing(path, settings=settings, max_transcript_chars=10_000_000) as world:
         told: list[tuple[str, Any]] = []
@@ -348,7 +348,7 @@ async def test_archived_session_has_a_new_epoch_after_a_crash(path: Path) -> Non
 
 
 async def test_pages_have_live_and_archived_sessions_in_order(path: Path) -> None:
-    """Each session once, in both orders, whatever the size of the page."""
+    """Each session is on one page, in both orders and for any size of a page."""
     async with storing(path) as world:
         names = world.many(9)
         await world.use(names[2])
@@ -429,7 +429,7 @@ async def test_purge_is_complete_when_it_returns(path: Path, kind: PurgeKind) ->
 
 @pytest.mark.parametrize("kind", ["session", "client"])
 async def test_kv_of_a_deleted_archived_session_is_dropped(path: Path, kind: PurgeKind) -> None:
-    """By running engines, and by those that start later."""
+    """Running engines drop it, and engines that start later are not given it."""
     async with storing(path) as world:
         (first, *_) = world.many(6)
         assert first in world.sessions.kv_owners()
@@ -439,7 +439,7 @@ async def test_kv_of_a_deleted_archived_session_is_dropped(path: Path, kind: Pur
 
 
 async def test_idle_limit_deletes_archived_sessions(path: Path) -> None:
-    """A session's own, and the retention of its client; a change of the clock does not count."""
+    """The session's own limit and the client's retention apply; a change of the wall clock does not count."""
     async with storing(path) as world:
         world.sessions.subscribe(lambda _client_id, event, _: told.append(event))
         told: list[Any] = []
@@ -462,7 +462,7 @@ async def test_idle_limit_deletes_archived_sessions(path: Path) -> None:
 
 
 async def test_expired_shares_are_deleted(path: Path) -> None:
-    """Also of a client that never lists its shares; the others stay."""
+    """A share is deleted although its client never lists its shares; one without an expiry stays."""
     async with storing(path) as world:
         session_id = world.conversation()
         made = [

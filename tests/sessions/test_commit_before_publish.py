@@ -47,7 +47,7 @@ def kinds(world: SessionHarness) -> list[str]:
 
 
 def test_turn_is_recorded_step_by_step(world: SessionHarness) -> None:
-    """Its spec, each token, its end; only what must survive a power loss is flushed."""
+    """Its spec, each token and its end are recorded; only what must survive a power loss is flushed."""
     session_id = world.create(system="Be kind.", metadata={"a": "b"})
     world.infer(session_id, turn_key="k")
     world.engine.start()
@@ -131,7 +131,7 @@ def test_logprobs_without_text_are_recorded(world: SessionHarness) -> None:
 
 
 def test_ended_sessions_are_recorded(world: SessionHarness) -> None:
-    """Closed, expired or evicted."""
+    """A session that is closed, expires or is evicted is recorded as deleted."""
     world.reopen(when_full="evict")
     session_id = world.create()
     world.infer(session_id)
@@ -149,7 +149,7 @@ def test_ended_sessions_are_recorded(world: SessionHarness) -> None:
 
 
 def test_fork_records_its_history_and_turns(world: SessionHarness) -> None:
-    """Its history and its turns."""
+    """The record has the parent, the history and the turns of the fork."""
     session_id = world.create()
     world.turn(session_id, "a", "one")
     world.turn(session_id, "b", "two")

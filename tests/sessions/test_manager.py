@@ -82,7 +82,7 @@ def test_ids_are_chosen_by_the_server(world: SessionHarness) -> None:
 
 
 def test_parameter_levels_override_in_order(world: SessionHarness) -> None:
-    """Model, configuration, session, turn."""
+    """A turn's parameters override the session's, which override the configuration's and the model's."""
     world.engine.status = EngineStatus(
         state=EngineState.READY,
         model=make_model(sampling_defaults_json=b'{"temp": 0.1, "top_k": 11, "top_p": 0.1, "min_p": 0.01}'),
@@ -439,7 +439,7 @@ def test_lists_are_paged_oldest_first(world: SessionHarness) -> None:
 
 
 def test_totals_cover_all_sessions(world: SessionHarness) -> None:
-    """Running turns, sessions, the last turn's speed and all tokens."""
+    """They have running turns, sessions, all tokens, and speed and latency of the last turn."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id)

@@ -135,7 +135,7 @@ def test_waits_are_estimated_per_model(world: SessionHarness, large: FakeEngine)
 
 
 def test_parameter_levels_of_a_model(world: SessionHarness) -> None:
-    """Model file, the model's configuration, the common configuration, the client."""
+    """The client's override the common configuration's, which override the model's own and its file's."""
     recommended = b'{"temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.1}'
     large = world.add_model("large", sampling_defaults_json=recommended)
     world.engines.own_params["large"] = {"top_k": 2, "top_p": 0.2, "min_p": 0.2}

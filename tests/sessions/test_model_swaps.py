@@ -165,7 +165,7 @@ def test_model_of_a_session_is_changed(world: SessionHarness, toy: FakeEngine, l
     ],
 )
 def test_refused_model_changes_nothing(world: SessionHarness, large: FakeEngine, model: str, code: ErrorCode) -> None:
-    """One that does not exist or may not be used, and any while a turn runs."""
+    """A model that is unknown or not allowed is refused, and so is any while a turn runs."""
     session_id = world.create()
     world.limits = AccessLimits(models=("toy", "none"))
     if code is ErrorCode.SESSION_BUSY:
@@ -215,7 +215,7 @@ def test_started_turn_ends_on_its_model(world: SessionHarness, toy: FakeEngine, 
 
 
 def test_abort_goes_to_the_engine_of_the_turn(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
-    """Closing the session too."""
+    """Aborting a turn and closing its session abort it on the engine that runs it, not on the new default."""
     aborted, closed = world.create(), world.create()
     for session_id in (aborted, closed):
         world.infer(session_id)

@@ -66,7 +66,7 @@ def test_closing_ones_own_session_is_announced_once(world: SessionHarness) -> No
 
 
 def test_every_end_of_a_session_is_announced(world: SessionHarness, reader: Reader) -> None:
-    """Purge, a closed socket, eviction and expiry."""
+    """A purge, an expiry, a closed socket and an eviction are announced."""
     purged = world.create()
     world.sessions.purge("session", purged)
     expiring = world.create(ttl_s=10)
@@ -83,7 +83,7 @@ def test_every_end_of_a_session_is_announced(world: SessionHarness, reader: Read
 
 
 def test_new_session_with_metadata_is_announced(world: SessionHarness, reader: Reader) -> None:
-    """Forks too; a session without metadata is not announced."""
+    """A fork is announced too, and a session without metadata is not."""
     world.create()
     first = world.create(metadata={"title": "Ada"})
     fork = world.fork(first)

@@ -134,7 +134,7 @@ def test_one_message_of_each_other_conversation_is_compared(
 
 
 def test_only_compatible_sessions_match(world: SessionHarness) -> None:
-    """Idle, owned by the client, of the same kind, model, mode and policy."""
+    """A session matches if it is idle and has the same client, kind, model, mode and policy."""
     session_id = stateless(world)
     world.turn(session_id, "a", "b")
     question = said("a", "b", "c")
@@ -250,7 +250,7 @@ def noted(world: SessionHarness, session_id: str, prompt: str, note: str) -> Non
 
 
 def test_turn_is_readable_while_running_and_after(world: SessionHarness) -> None:
-    """Its earlier messages, input, answer and note."""
+    """The turn has the messages before it, its input, its answer and its note."""
     session_id = world.create(system="s")
     noted(world, session_id, "a", "first")
     turn_id = world.engine.last.turn_id

@@ -133,7 +133,7 @@ def test_daemon_without_a_store_says_so(world: SessionHarness) -> None:
 
 
 async def test_presets_survive(tmp_path: Path) -> None:
-    """A restart, and a salvage; a purge of the client deletes them, and no others."""
+    """They are in the file after a restart and after a salvage; a purge deletes those of its client only."""
     path = tmp_path / "sessions.sqlite3"
     store = SessionStore.open(path)
     for client_id in ("ada", "eve"):

@@ -361,7 +361,7 @@ def test_clock_change_expires_no_session(world: SessionHarness) -> None:
 
 
 def test_sessions_are_deleted_after_their_retention(world: SessionHarness) -> None:
-    """The daemon's days, the client's own, or a shorter ``ttl_s``."""
+    """The daemon's retention, the client's own, or a shorter ``ttl_s`` decides when."""
     eve = Principal("eve", 4, "normal", frozenset({"user"}), retention_days=1)
     world.reopen(retention_days=3)
     names = {"daemon": world.create(), "ttl": world.create(ttl_s=DAY_S / 2), "client": world.create(eve)}

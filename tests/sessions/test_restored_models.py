@@ -86,7 +86,7 @@ def test_partial_answer_without_its_model_is_kept(world: SessionHarness, models:
 
 
 def test_turn_without_tokens_uses_the_current_model(world: SessionHarness) -> None:
-    """The default or the session's own; its spec is recorded again."""
+    """It runs on the session's own model or else on the current default, which is recorded."""
     going, staying = pending_turn(world, said=""), pending_turn(world, said="", model="toy")
     restart(world, TOY, LARGE, default="large")
     toy, large = world.engine_of("toy"), world.engine_of("large")

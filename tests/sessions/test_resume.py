@@ -77,7 +77,7 @@ def test_resume_at_the_last_number_replays_nothing(world: SessionHarness) -> Non
 def test_resume_without_a_position_sends_the_whole_state(
     world: SessionHarness, position: dict[str, Any], reason: str
 ) -> None:
-    """Transcript with the current question, ended turns and the partial answer."""
+    """The state is the transcript with the current question, the ended turns and the partial answer."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "One?", "1")
     world.infer(session_id, "Two?")

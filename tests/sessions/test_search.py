@@ -176,7 +176,7 @@ ABSENT = ("京北", "图书机", "馆図", "울서", "ดีสวัส", "ท�
 
 
 async def test_parts_of_texts_without_spaces_are_found(path: Path) -> None:
-    """Any run of characters, in messages and titles, and marked as it is in the text."""
+    """Any run of characters is found in messages and titles, and marked in the text."""
     async with storing(path) as world:
         sessions = {text: world.conversation(text, "Ja, カ.") for text in SPACELESS}
         titled = {text: world.create(metadata={"title": text}) for text in SPACELESS}
@@ -349,7 +349,7 @@ async def test_daemon_builds_the_index_of_an_older_file(path: Path) -> None:
 
 
 async def test_words_of_deleted_sessions_leave_the_file(path: Path) -> None:
-    """Some time after the deletion, in steps; a deletion meanwhile begins another pass."""
+    """They are overwritten in steps some time after the deletion; another deletion meanwhile begins a new pass."""
     now = 0.0
     async with storing(path) as world:
         world.conversation("Visible", "Yes")
@@ -471,7 +471,7 @@ def test_excerpt_is_around_the_first_hit() -> None:
 
 
 def test_marks_of_letters_cost_no_exponential_time() -> None:
-    """A phrase of 20 words, and a text in which each run of marks could be divided between words in many ways."""
+    """A phrase of 20 words is searched in a text whose runs of marks could be divided in many ways."""
     phrase = "a " * 20 + "b"
     excerpts = Excerpts(search_terms(f'"{phrase}"'))
     snippet, marks = excerpts.of(("a" + "\u0301" * 10) * 1000 + f" x {phrase}")

@@ -76,7 +76,7 @@ def test_stateless_session_never_evicts_an_ordinary_one(world: SessionHarness) -
 
 
 def test_stateless_session_is_evicted_for_an_ordinary_one(world: SessionHarness) -> None:
-    """The least recently used one of the client, then of any client."""
+    """It is the least recently used one of the same client, or else of any client."""
     world.reopen(max_sessions=3)
     mine = [idle(world) for _ in range(2)]
     own = world.create()

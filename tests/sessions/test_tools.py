@@ -46,7 +46,7 @@ def answered(world: SessionHarness, session_id: str, text: str = ANSWER) -> Chat
 
 
 def test_reasoning_tokens_are_counted(world: SessionHarness) -> None:
-    """Including the closing marker; here each character is a token."""
+    """All tokens up to the closing marker count; here each character is a token."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -235,7 +235,7 @@ def test_incomplete_tool_call_ends_with_stop(world: SessionHarness) -> None:
 
 
 def test_discarded_turn_leaves_no_tool_calls(world: SessionHarness) -> None:
-    """The same as with plain text."""
+    """The transcript is empty, as after a discarded turn with plain text."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -272,7 +272,7 @@ def test_another_model_renders_calls_in_its_own_format(world: SessionHarness) ->
 
 
 def test_resume_joins_adjacent_parts(world: SessionHarness) -> None:
-    """Reasoning, text and the arguments of each call."""
+    """The missed reasoning, text and arguments of each call arrive as one event each."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -285,7 +285,7 @@ def test_resume_joins_adjacent_parts(world: SessionHarness) -> None:
 
 
 def test_resume_after_dropped_events_sends_all_parts(world: SessionHarness) -> None:
-    """Text, reasoning and calls, the last call as far as generated."""
+    """They are reasoning, text and calls, the last call with as much of its arguments as was generated."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -317,7 +317,7 @@ def test_logprobs_go_with_the_first_part(world: SessionHarness) -> None:
 
 
 def test_parts_are_recorded_before_their_events(world: SessionHarness) -> None:
-    """One record per step, with the number of its last event."""
+    """A step is one record, which has the number of its last event."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()

@@ -126,7 +126,7 @@ def test_turn_is_traced_from_start_to_end(world: SessionHarness, tracer: Recordi
 
 
 def test_traces_contain_no_text(world: SessionHarness, tracer: RecordingTracer) -> None:
-    """No prompt, answer, stop string or metadata."""
+    """A trace has no prompt, answer, stop string, metadata or message of an error."""
     session_id = world.create(system="Secret system", metadata={"name": "Secret name"})
     world.infer(session_id, "Secret question", params={"stop": ["Secret stop"]}, turn_key="Secret key")
     start(world)

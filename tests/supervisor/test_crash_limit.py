@@ -81,7 +81,7 @@ def test_without_a_limit_no_client_is_refused() -> None:
     )
 )
 def test_crash_limit_equals_a_reference(steps: list[tuple[str, object]]) -> None:
-    """Any sequence of events, compared with a list of all of them."""
+    """For any sequence of events the result is that of a list of all of them."""
     hour, deaths = CrashLimitHarness(), list[tuple[float, dict[str, str]]]()
     owner: dict[str, str] = {}
     for what, detail in steps:

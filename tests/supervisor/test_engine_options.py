@@ -21,7 +21,7 @@ def spec(**engine: Any) -> ModelSpec:
 
 
 def test_every_setting_reaches_the_engine() -> None:
-    """Unchanged, through the channel's JSON; adapters and KV directories too."""
+    """The engine gets every option unchanged through JSON, with adapters and KV directories."""
     kv = KvCachePaths(ram_dir=Path("/dev/shm/kv"), ram_bytes=5, client_share=0.25)
     given = spec(slots=3, n_batch=100, n_ubatch=50, kv_type_k="q8_0", kv_type_v="f32", worker_threads=7, ageing_s=2.5)
     options = EngineOptions.model_validate_json(engine_options(given, kv).model_dump_json())

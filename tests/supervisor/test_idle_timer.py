@@ -70,7 +70,7 @@ def test_idle_timer_runs_once_per_idle_period(steps: list[str]) -> None:
 
 
 def test_without_sleep_there_is_no_timer() -> None:
-    """Idle or not."""
+    """An idle engine has no timer if it may not sleep."""
     timers = IdleTimerHarness(after_s=None)
     timers.sleep.keep(idle=True)
     assert timers.calls == []

@@ -45,7 +45,7 @@ def test_load_progress_is_throttled() -> None:
 def test_out_of_memory_is_suspected_for_gpu_loads(
     loading: Loading, layers: int, refusal: LoadFailed | None, *, lacks: bool
 ) -> None:
-    """If layers were being loaded to a GPU, and the engine died or reported a lack of memory."""
+    """It is suspected if layers were loaded to a GPU and the engine died or reported a lack of memory."""
     progress = LoadProgress(monotonic=lambda: 0.0)
     progress.begin()
     progress.advance(loading)

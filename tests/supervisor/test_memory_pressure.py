@@ -153,7 +153,7 @@ async def test_normal_memory_is_not_logged(monitor: MonitorHarness) -> None:
 
 
 async def test_offloaded_kv_is_evicted_before_turns_are_refused(monitor: MonitorHarness) -> None:
-    """Down to the low mark; offloading resumes only after a calm period. The log has the figures."""
+    """KV is evicted down to the low mark; offloading resumes after a calm period, and the log has the figures."""
     monitor.engine.become(parked_mib=40)
     with capture_logs() as logs:
         assert await monitor.look(105, now=2.0) is PressureState.SHEDDING

@@ -40,7 +40,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_ceiling_counts_the_daemons_processes(kernel: Callable[..., None]) -> None:
-    """Front and engines, whatever else the machine's memory is used for."""
+    """Only memory of the daemon and its engines counts, not what the machine uses otherwise."""
     kernel(
         front=ResidentMemory(100, 1),
         _7=ResidentMemory(1000, 10),

@@ -103,7 +103,7 @@ async def test_model_that_fits_is_admitted() -> None:
 
 
 async def test_least_recently_used_model_is_evicted() -> None:
-    """The least recently used idle one; models that are not loaded do not count."""
+    """It is the least recently used model that is loaded and idle."""
     house = CacheHarness(room=2)
     old = house.engine("old", loaded=True, last_used_s=1.0)
     house.engine("busy", loaded=True, last_used_s=0.5, busy=True)
@@ -114,7 +114,7 @@ async def test_least_recently_used_model_is_evicted() -> None:
 
 
 async def test_busy_model_is_evicted_if_all_are_busy() -> None:
-    """The one requested longest ago."""
+    """Where there is room for one model, both busy ones are evicted."""
     house = CacheHarness()
     busy = [house.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
     assert await house.enter(house.engine("new"))

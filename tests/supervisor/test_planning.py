@@ -68,7 +68,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
 
 
 def test_unset_options_are_planned(tmp_path: Path, options: EngineOptions) -> None:
-    """Layers, slots, the GPU by its address; without configured layers a GPU is optional."""
+    """The plan sets layers, slots and the GPU by its address; without configured layers the GPU is optional."""
     planned = Machine().planner(tmp_path).first(options)
     assert (planned.n_gpu_layers, planned.slots, planned.n_ctx) == (14, 1, 4096)
     assert planned.devices == ("0000:01:00.0",)
@@ -116,7 +116,7 @@ def test_plan_includes_the_draft_model(tmp_path: Path, options: EngineOptions) -
 
 
 def test_defaults_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
-    """8 slots and 4096 tokens; the engine counts its cores itself."""
+    """They are 8 slots and 4096 tokens; the engine chooses its number of threads itself."""
     planned = Machine(devices=()).planner(tmp_path).first(options)
     assert (planned.n_gpu_layers, planned.slots, planned.n_ctx, planned.n_threads) == (0, 8, 4096, 0)
     assert (planned.n_batch, planned.n_ubatch, planned.kv_type_k) == (2048, 512, "f16")
@@ -229,7 +229,7 @@ def test_plan_follows_free_memory(tmp_path: Path, options: EngineOptions) -> Non
 
 
 def test_failed_load_halves_the_layers(tmp_path: Path, options: EngineOptions) -> None:
-    """Half the planned layers, whose total is known from the header; later plans never use more."""
+    """The next start uses half of the planned layers, and later plans never use more."""
     planner = Machine(devices=(replace(CARD, free_bytes=8 * GIB, total_bytes=8 * GIB),)).planner(tmp_path)
     planned = planner.first(options)
     assert planned.n_gpu_layers == 29
@@ -276,7 +276,7 @@ def test_measurement_corrects_the_next_plan(tmp_path: Path, options: EngineOptio
 
 
 def test_without_process_memory_the_change_of_free_memory_counts(tmp_path: Path, options: EngineOptions) -> None:
-    """If the GPU is still there."""
+    """The comparison is logged only while the GPU can be found."""
     machine = Machine()
     planner = machine.planner(tmp_path)
     planned = planner.first(options)

@@ -222,7 +222,7 @@ def test_one_turn_is_submitted_per_loop_iteration() -> None:
 
 
 def test_send_window_holds_back_submissions() -> None:
-    """Waiting and new ones, until the engine has read what it was sent."""
+    """They wait, whether queued or new, until the engine has read what it was sent."""
     table, engine = make_turns(), Engine(has_room=False)
     early, late = RecordingTurn(order("early")), RecordingTurn(order("late"))
     table.add(early)
@@ -278,7 +278,7 @@ def test_turns_that_cannot_be_submitted_end() -> None:
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_given_up_engine_fails_turns(*, begun: bool) -> None:
-    """All of them, or those without output: the others may resume on a later engine."""
+    """All turns fail, or only those without output, since the others may resume on a later engine."""
     table, engine = make_turns(), Engine()
     said, silent = RecordingTurn(order("said")), RecordingTurn(order("silent"))
     table.connect(engine)
@@ -635,7 +635,7 @@ def test_turn_that_kills_the_engine_alone_is_quarantined() -> None:
 
 
 def test_isolation_ends_with_its_turn() -> None:
-    """Finished, overflowed or aborted: then the next suspect runs, or all do."""
+    """The next suspect runs when the isolated turn has finished, overflowed or been aborted."""
     a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table, engine = suspected_twice(a, b, c)
     table.on_engine_event(engine.ends("a"))

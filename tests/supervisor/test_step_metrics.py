@@ -72,7 +72,7 @@ def delta(turn_id: str, n_tokens: int = 1, text: str = "x") -> TokenDelta:
 
 
 def test_tokens_are_counted_on_arrival(bench: Bench) -> None:
-    """All of all turns, also those with held-back text; held-back text itself adds none."""
+    """Tokens of all turns count when they arrive, also those whose text is held back."""
     bench.step(
         delta("a"), delta("b", 3), PrefillProgress("c", 1, 2), delta("a", 1, text=""), TokenDelta("b", b"", "rest")
     )
@@ -141,7 +141,7 @@ def test_moves_are_not_counted_as_steps(bench: Bench) -> None:
 
 
 def test_drafts_are_counted(bench: Bench) -> None:
-    """Proposed and accepted ones."""
+    """Proposed and accepted tokens of drafts have a counter each."""
     bench.step(work=StepStats(1.0, rows=2, drafted=7, accepted=5))
     bench.step(work=StepStats(1.0, rows=2))
     assert (bench.shown("drafted_tokens_total"), bench.shown("accepted_tokens_total")) == (7, 5)
@@ -154,7 +154,7 @@ def test_all_label_values_exist_from_the_start(bench: Bench) -> None:
 
 
 def test_prompt_tokens_are_counted_by_source(bench: Bench) -> None:
-    """Added up over the turns."""
+    """The tokens of each source are summed over the turns."""
     bench.step(work=StepStats(1.0, sources=TokenSources(slot=5, computed=2)))
     bench.step(work=StepStats(1.0, sources=TokenSources(prefix=4, computed=1)))
     found = {name: bench.shown("prompt_tokens_total", source=name) for name in TokenSources.__struct_fields__}

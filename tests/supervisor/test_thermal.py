@@ -200,7 +200,7 @@ async def test_readings_are_frequent_only_with_turns(bench: Bench) -> None:
 
 @pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.READY])
 async def test_no_readings_without_a_ready_engine(bench: Bench, state: EngineState) -> None:
-    """Asleep, starting, lost or stopped: there is no timer until the next engine is ready."""
+    """An engine that sleeps, starts, is lost or stopped has no timer until the next one is ready."""
     bench.engine(state)
     bench.wake.set()
     for _ in range(10):

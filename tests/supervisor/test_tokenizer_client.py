@@ -135,7 +135,7 @@ async def test_client_with_many_requests_does_not_block_others(large: bool) -> N
 
 
 async def test_abandoned_request_is_withdrawn_from_the_engine() -> None:
-    """Cancelled, ended by the caller, or timed out; an answered one is not."""
+    """A request that is cancelled, ended by its caller or timed out is withdrawn; an answered one is not."""
     desk = Desk()
     desk.connect()
     cancelled, ended, answered = desk.tokenize(), desk.tokenize(), desk.tokenize()

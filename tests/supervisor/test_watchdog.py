@@ -61,7 +61,7 @@ def test_time_without_work_does_not_count() -> None:
 
 @given(progress=st.lists(st.integers(0, 3)))
 def test_hang_is_a_run_of_checks_without_progress(progress: list[int]) -> None:
-    """Exactly when the counter did not change over the last checks."""
+    """A hang is reported exactly when the counter stayed the same for the last checks."""
     clock = Clock()
     clock.watch.keep(watching=True)
     row = 0

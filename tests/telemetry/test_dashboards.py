@@ -125,7 +125,7 @@ def outcome_labels(node: Any, known_series: SeriesByName) -> set[str]:
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.place)
 def test_queries_use_existing_series(query: Query, known_series: SeriesByName) -> None:
-    """The name of each metric, its labels, compared values, and labels in texts."""
+    """Each metric, label and compared value exists, and so does each label that a text shows."""
     for selector in selectors(query.parsed):
         assert selector.name in known_series, f"{selector.name} is no metric"
         labels = known_series[selector.name]
@@ -238,6 +238,6 @@ def test_panels_use_the_variables() -> None:
     ids=["rules", "scraping", "alerts"],
 )
 def test_promtool_accepts_the_rules(arguments: tuple[str, ...]) -> None:
-    """Prometheus' own checks, and alerts that fire exactly when they should."""
+    """Promtool finds no error in them, and alerts fire exactly when they should."""
     done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,7 @@ HOSTILE = 'ada"} 1\n# HELP x y\n\\'
 
 
 def test_names_are_kept() -> None:
-    """Including non-English ones."""
+    """Names in any language are unchanged."""
     assert [label_text(name) for name in ("ada", "Küche 2", "北")] == ["ada", "Küche 2", "北"]
 
 

@@ -73,7 +73,7 @@ def test_log_file_is_appended_to(tmp_path: Path) -> None:
 
 
 def test_log_stream_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Standard error, or standard output."""
+    """Lines go to standard error, or to standard output if that is configured."""
     logs.apply(LogSettings())
     log_lines()
     logs.apply(LogSettings(output="stdout"))

@@ -182,7 +182,7 @@ def test_closed_terminal_drops_lines() -> None:
 def test_journal_lines_have_priorities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: logs.LogFormat
 ) -> None:
-    """Each traceback line and library line too; other streams have none."""
+    """Lines of a traceback and of libraries have one too; lines of other streams have none."""
     path = tmp_path / "journal"
     with path.open("w") as journal:
         found = os.fstat(journal.fileno())

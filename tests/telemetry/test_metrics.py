@@ -53,7 +53,7 @@ def test_metric_names_and_help() -> None:
 
 
 def test_turn_metrics() -> None:
-    """End, queueing and first token by model, tokens by client."""
+    """End, preemptions, queueing and first token are counted by model, turns and tokens by client."""
     metrics = DaemonMetrics()
     metrics.turn_ended(ended())
     assert value(metrics, "turns_total", model="demo", finish="stop") == 1

@@ -237,7 +237,7 @@ class FlakyExporter(SpanExporter):
 
 
 def test_collector_outage_logs_two_lines() -> None:
-    """One at the start and one at the end, at most one per minute."""
+    """One line reports its start and one its end, at most one a minute."""
     clock, sender = Clock(), FlakyExporter()
     sending = BackgroundExporter(sender, log_handler=otlp.ExporterLogHandler(), monotonic=clock.monotonic)
     logging.getLogger("opentelemetry.anything").warning("refused %s", "by 127.0.0.1")

@@ -175,7 +175,7 @@ SMALL = """() => [...document.querySelectorAll("button, summary, select, input:n
 
 
 async def test_touch_targets_are_large(browser: Browser, echo: Daemon) -> None:
-    """44 px in both directions, in every view of a phone."""
+    """Each is at least 44 px wide and high in every view of a phone."""
     session = await fill_session(echo)
     found: dict[str, list[str]] = {}
     async with signed_in(browser, echo, **DEVICES["phone"]) as visit:
@@ -210,7 +210,7 @@ async def test_answer_is_announced(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_themes(browser: Browser, echo: Daemon) -> None:
-    """The system's, also when it changes, until the user chooses; the choice survives a reload."""
+    """The page follows the system's theme until the user chooses one; the choice survives a reload."""
     async with signed_in(browser, echo, color_scheme="dark") as visit:
         body = visit.page.locator("body")
         dark = await body.evaluate("(body) => getComputedStyle(body).backgroundColor")

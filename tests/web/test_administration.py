@@ -305,7 +305,7 @@ async def test_model_is_downloaded_and_deleted(browser: Browser, tmp_path: Path,
 
 
 async def test_operator_sees_its_tabs_only(browser: Browser, echo: Daemon) -> None:
-    """Models, but no accounts."""
+    """An operator has the tab of models and no tab of accounts."""
     made = await asyncio.to_thread(
         command_line, echo, "token", "create", "only-operator", "--scope", "user", "--scope", "operator"
     )
@@ -342,7 +342,7 @@ async def test_session_of_another_account_is_deleted_unread(browser: Browser, ec
 
 
 async def test_audit_log_is_filtered_and_read_by_windows(browser: Browser, echo: Daemon) -> None:
-    """Newest first; older lines on request."""
+    """The newest lines come first, and older ones are shown on request."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "busy")
     for number in range(51):
         await asyncio.to_thread(_limit, echo, made["token_id"], number + 1)

@@ -38,7 +38,7 @@ async def whole(answer: Locator, question: str = QUESTION) -> None:
 
 
 async def test_reload_during_an_answer(browser: Browser, echo: Daemon) -> None:
-    """Twice; the page shows the answer to its end."""
+    """After each of two reloads the page shows the answer, up to its end."""
     async with signed_in(browser, echo) as visit:
         await visit.ask(QUESTION)
         await expect(visit.answers.first).to_contain_text("4 bottles")

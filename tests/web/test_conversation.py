@@ -162,7 +162,7 @@ async def test_parameters_and_output_format_apply(browser: Browser, daemon: Daem
 
 
 async def test_keyboard_operation(browser: Browser, daemon: Daemon) -> None:
-    """Sign in, ask, stop, find the list and rename without a pointer, with a visible focus."""
+    """Asking, listing, renaming and starting a new chat work by keyboard, which leaves the focus where it is needed."""
     async with signed_in(browser, daemon) as visit:
         keyboard = visit.page.keyboard
         await expect(visit.composer).to_be_focused()

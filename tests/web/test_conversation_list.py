@@ -100,7 +100,7 @@ async def test_conversation_beyond_the_window_is_found_by_its_title(browser: Bro
 
 
 async def test_known_list_is_read_by_what_changed(browser: Browser, echo: Daemon) -> None:
-    """One short page, unless its count says that a conversation is missing elsewhere."""
+    """One short page is read, and the whole list only if its count shows that a conversation is missing."""
     shelf = Shelf()
     async with visiting(browser, origin_of(echo)) as visit:
         await opened(visit, shelf)

@@ -100,7 +100,7 @@ async def test_focus_returns_where_it_was(browser: Browser, echo: Daemon) -> Non
 
 
 async def test_context_meter(browser: Browser, tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> None:
-    """Tokens and their limit; the notice of dropped turns remains, also after a reload."""
+    """It shows the tokens and their limit; the notice of dropped turns stays after a reload."""
     long = "Count from 1 to 20, and then from 20 to 1 again, and so on. " * 4
     small = {"INFERENCECENTER_ENGINE__N_CTX": "512", "INFERENCECENTER_ENGINE__SLOTS": "2"}
     with run_daemon(tmp_path_factory.mktemp("small") / "state", demo_model_path, **small) as daemon:
@@ -150,7 +150,7 @@ async def test_long_question_is_folded(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_text_has_its_own_direction(browser: Browser, echo: Daemon) -> None:
-    """Each block, and not the answer by its first word; code is always from left to right."""
+    """Each block follows its own first letters; code always runs from left to right."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("English first.\n\n\u0627\u0644\u0633 \u0627\u0644\n\n```\n\u0627\u0644\n```")
         answer = await visit.answered()

@@ -95,7 +95,7 @@ def test_every_message_is_shown_once(
 
 
 def test_titles_are_the_first_words() -> None:
-    """One line of at most 60 letters, cut between words where possible."""
+    """A title is one line of at most 60 characters, cut between words where possible."""
     body = "return input.map(titleOf);"
     texts = ["  Hello\n world ", "", "x" * 80, "word " * 40]
     found = node.run('import { titleOf } from "JS/wire/transcript.js";', body, given=texts)

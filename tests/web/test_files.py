@@ -199,7 +199,7 @@ async def test_files_belong_to_their_conversation(browser: Browser, echo: Daemon
 
 
 async def test_unsuitable_files_are_refused(browser: Browser, echo: Daemon) -> None:
-    """Each with the reason; the others are attached."""
+    """Each is refused with a reason, and the other files are attached."""
     locked = pdf(["x"]).replace(b"/Root 1 0 R", b"/Root 1 0 R /Encrypt 3 0 R")
     nameless = pdf([b"ab"], font=composite_font("Private-H", "Private"))
     refused = {
@@ -264,7 +264,7 @@ async def test_message_beyond_a_frame_is_refused(browser: Browser, echo: Daemon)
 
 
 async def test_text_of_a_pdf(browser: Browser, echo: Daemon) -> None:
-    """Page by page, in a worker that may load nothing."""
+    """A worker extracts it page by page, and empty pages are left out."""
     async with signed_in(browser, echo) as visit:
         await attach(visit, payload("report.pdf", pdf(["First (page)", "", "Third"]), "application/pdf"))
         await expect(attached(visit).locator(".chip")).to_contain_text(["report.pdf"])

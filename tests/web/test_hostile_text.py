@@ -31,7 +31,7 @@ async def harmless(visit: Visit) -> None:
 
 
 async def test_markdown_is_sanitized(browser: Browser, echo: Daemon) -> None:
-    """Every vector, at once and by character: only harmless elements, attributes and URLs."""
+    """Every vector, whole and character by character, leaves only harmless elements, attributes and URLs."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.page.add_init_script(path=LAID_OUT)
         await visit.go()
@@ -41,7 +41,7 @@ async def test_markdown_is_sanitized(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_streamed_vectors_are_harmless(browser: Browser, echo: Daemon) -> None:
-    """Vectors in one answer, byte by byte, whatever state each leaves for the next."""
+    """An answer of many vectors, streamed byte by byte and shown again after a reload, does no harm."""
     async with signed_in(browser, echo) as visit:
         await visit.page.add_init_script(path=LAID_OUT)
         await visit.page.reload()
@@ -57,7 +57,7 @@ async def test_streamed_vectors_are_harmless(browser: Browser, echo: Daemon) -> 
 
 
 async def test_other_untrusted_text_is_plain(browser: Browser, echo: Daemon) -> None:
-    """Questions, system prompts, reasoning, tool names, arguments and results, titles."""
+    """Questions, system prompts, reasoning, tool names, arguments, results and titles become no elements."""
     trap = "<img src=x onerror=hit()><script>hit()</script>"
     call = {"call_id": f"call-1{trap}", "name": "look", "arguments": f'{{"a": "{trap}"}}'}
     history = [

@@ -125,7 +125,7 @@ async def test_browsers_language_is_used(browser: Browser, echo: Daemon) -> None
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_view_has_words_of_another_language(browser: Browser, echo: Daemon) -> None:
-    """Beside what the daemon sends in English."""
+    """All texts are German, apart from what the daemon sends in English."""
     async with visiting(browser, origin_of(echo), **GERMAN) as visit:
         await visit.go(f"#token={echo.admin_token}")
         await expect(visit.page.get_by_role("textbox", name="Nachricht")).to_be_visible()
@@ -144,7 +144,7 @@ async def test_no_view_has_words_of_another_language(browser: Browser, echo: Dae
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_administration_has_no_words_of_another_language(browser: Browser, echo: Daemon) -> None:
-    """Beside what the daemon sends: lines of the log and details of the audit log."""
+    """All texts are German, apart from lines of the log and details of the audit log."""
     await asyncio.to_thread(command_line, echo, "token", "create", "begrenzt")
     async with visiting(browser, origin_of(echo), **GERMAN) as visit:
         await visit.go(f"#token={echo.admin_token}")

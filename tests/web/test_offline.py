@@ -53,7 +53,7 @@ async def test_manifest_names_what_exists(browser: Browser, echo: Daemon) -> Non
 
 
 async def test_caches_of_other_versions_are_dropped(browser: Browser, echo: Daemon) -> None:
-    """When the worker of a version starts; those of others on this origin stay."""
+    """The starting worker deletes them; caches of other programs on this origin stay."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.page.add_init_script(OTHERS)
         await visit.go()

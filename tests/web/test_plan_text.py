@@ -22,7 +22,7 @@ def divided(told: dict[str, Any], expression: str) -> Any:
 
 
 def test_parts_of_a_device_add_up() -> None:
-    """Other programs and free memory included; a device that is too small has no negative part."""
+    """Memory of other programs and free memory are parts; a device that is too small has no negative part."""
     full = device(1, weight_bytes=9 * GIB)
     first, second, host = divided(plan(device(0), full), "placesOf(input)")
     assert sum(part["bytes"] for part in first["parts"]) == 8 * GIB

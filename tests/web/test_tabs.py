@@ -71,7 +71,7 @@ async def test_deleted_during_an_answer(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_drafts_survive_a_reload(browser: Browser, echo: Daemon) -> None:
-    """One per conversation, none after sending."""
+    """Each conversation has its own draft, and a sent one leaves none."""
     async with signed_in(browser, echo) as visit:
         await visit.composer.fill("For a new one")
         await visit.page.reload()

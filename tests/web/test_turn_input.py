@@ -52,7 +52,7 @@ async def test_tool_result_form(browser: Browser, daemon: Daemon) -> None:
 
 
 async def test_effective_parameters_are_shown(browser: Browser, daemon: Daemon) -> None:
-    """A session's own parameters, or for a new one those of the last."""
+    """An open conversation shows its session's own parameters, a new chat the defaults of the last one."""
     async with connect_client(daemon) as client:
         session = await client.create(params={"temperature": 0.3, "max_tokens": 77})
         plain = await client.ask(op="get_session", session_id=await client.create())

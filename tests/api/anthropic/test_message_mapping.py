@@ -50,7 +50,7 @@ def test_text_blocks_are_joined_as_lines() -> None:
 
 
 def test_results_of_a_search_are_text() -> None:
-    """With their title and their source, in a message and as the result of a tool."""
+    """A search result becomes text with its title and source, in a message and in a tool result."""
     found = {"type": "search_result", "title": "T", "source": "s", "content": [{"type": "text", "text": "body"}]}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [found]}
     assert told(
@@ -218,7 +218,7 @@ CONTENT = [
 
 
 def test_answer_is_collected_as_blocks() -> None:
-    """Reasoning, text and calls in their order, with the usage and the reason of the end."""
+    """The message has reasoning, text and calls in their order, the usage and the stop reason."""
     gathered = MessageCollector("m", ["f"])
     for event in answer():
         gathered.take(0, event)

@@ -334,7 +334,7 @@ async def test_prompt_is_answered_with_a_context(server: Running, client: AsyncC
 
 
 async def test_streamed_prompt_ends_with_the_context(server: Running, client: AsyncClient) -> None:
-    """The same as in the document."""
+    """The last part has the same context as the response that is not streamed."""
     stream = await client.generate(model="stub", prompt="One?", stream=True)
     parts, _ = await asyncio.gather(collected(stream), send_answer(server, "Eins"))
     assert [part.response for part in parts] == ["Eins", ""]

@@ -71,7 +71,7 @@ def pull(monkeypatch: pytest.MonkeyPatch) -> StubPull:
 
 
 async def test_progress_is_lines_up_to_success(server: Running, operator: str, pull: StubPull) -> None:
-    """Each with the bytes so far; the model is then found in its directory."""
+    """Each line has the bytes downloaded so far, and the last one is ``success``."""
     seen = []
     async with client_of(server, operator) as client:
         async for part in await client.pull(REFERENCE, stream=True):

@@ -321,7 +321,7 @@ def test_empty_messages_are_accepted() -> None:
 
 
 def test_more_calls_than_a_message_can_hold_are_refused() -> None:
-    """A legacy call counts as well."""
+    """A message with 128 calls and a legacy call is refused."""
     calls = [{**CALL, "id": f"c{n}"} for n in range(128)]
     legacy = {"name": "add", "arguments": "{}"}
     request = read(messages=[{"role": "assistant", "tool_calls": calls, "function_call": legacy}, HI])

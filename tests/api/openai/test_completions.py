@@ -115,7 +115,7 @@ def test_max_tokens_defaults_to_sixteen() -> None:
 
 
 def test_logprobs_have_the_legacy_shape() -> None:
-    """Lists of tokens, logprobs, top logprobs and text offsets."""
+    """They are lists of tokens, top logprobs and text offsets, and the offsets continue over streamed chunks."""
     top = (TokenProbability(token="a", token_id=1, logprob=-1), TokenProbability(token="b", token_id=2, logprob=-2))
     entries = tuple(TokenLogprobs(token=text, token_id=1, logprob=-1, top=top) for text in ("ab", "c"))
     head = CompletionHead(completion_id="cmpl-1", created=1, model="demo", prompts=("x",), logprobs=1)

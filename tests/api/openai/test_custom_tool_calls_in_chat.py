@@ -66,7 +66,7 @@ async def test_call_has_its_input_and_continues_its_session(server: Running, ada
 
 
 async def test_input_is_streamed_unescaped(server: Running, ada: AsyncOpenAI) -> None:
-    """Each call by its index; the first delta has the name."""
+    """The first delta of a custom call has its name, and the deltas join to the input; each call has its index."""
 
     async def stream() -> list[Any]:
         chunks = await ada.chat.completions.create(model="stub", messages=ASKED, tools=TOOLS, stream=True)

@@ -97,7 +97,7 @@ async def _answered(
 
 
 async def test_vectors_come_in_openais_shape(embedding_server: Running) -> None:
-    """Numbers by default, with the index of the input, the model and the usage."""
+    """Vectors are lists of numbers by default and come with the index of their input, the model and the usage."""
     asking = post(embedding_server, "/v1/embeddings", {"model": "stub", "input": list(VECTORS)})
     response = await _answered(embedding_server, asking, *VECTORS.values())
     assert response.status == 200
@@ -330,7 +330,7 @@ def reranking_server(server: Running) -> Running:
 
 
 async def test_documents_are_returned_by_score(reranking_server: Running) -> None:
-    """The best first, each with its index in the request."""
+    """The best ``top_n`` documents come first, each with its index in the request and its score."""
     body = {"query": "cat", "documents": ["a", {"text": "b"}, "c"], "top_n": 2, "return_documents": True}
     task = _spawn(post(reranking_server, "/v1/rerank", body))
     asked = await _asked(reranking_server)

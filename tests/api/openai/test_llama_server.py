@@ -19,7 +19,7 @@ HI = {"role": "user", "content": "Hi"}
 
 
 async def test_props_describe_the_default_model(server: Running) -> None:
-    """Its context, its slots, its template and the default parameters, and no path of the machine."""
+    """They have its context length, slots, template and default parameters, and its file's name without the path."""
     found = (await request(server, "GET", "/props")).json
     assert found["default_generation_settings"]["n_ctx"] == 4096
     assert found["default_generation_settings"]["params"]["top_k"] == 40

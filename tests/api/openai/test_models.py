@@ -34,7 +34,7 @@ async def answered(server: Running, path: str, body: dict[str, Any], **options: 
 
 
 async def test_model_has_the_properties_that_routers_read(server: Running) -> None:
-    """Context length, capabilities, state and metadata of the file."""
+    """A model has its context length, capabilities, state and metadata, and is found by its alias."""
     server.engine.aliases = {"gpt-4o": "stub"}
     listed = await request(server, "GET", "/v1/models")
     (model,) = listed.json["data"]

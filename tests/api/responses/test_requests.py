@@ -22,12 +22,12 @@ def read(**fields: Any) -> CreateResponse:
 
 
 def test_plain_text_input_is_a_user_message() -> None:
-    """The shortest possible input."""
+    """A text as input is one message of the user."""
     assert read().messages == (ChatMessage(role="user", content="Hello"),)
 
 
 def test_input_items_become_messages() -> None:
-    """Short and full message items, with or without a type; developer becomes system."""
+    """Message items may be short or full, with or without a type; the role developer becomes system."""
     request = read(
         input=[
             {"role": "developer", "content": "Be brief."},
@@ -156,14 +156,14 @@ def test_logprobs_are_requested_in_two_ways(fields: dict[str, Any], expected: in
 
 
 def test_text_formats_are_mapped() -> None:
-    """Any JSON object, or one that a schema accepts."""
+    """``json_object`` allows any JSON object, ``json_schema`` what its schema accepts."""
     assert read(text={"format": {"type": "json_object"}}).json_schema == {"type": "object"}
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "array"}, "strict": True}
     assert read(text={"format": schema}).json_schema == {"type": "array"}
 
 
 def test_tool_choice_is_mapped() -> None:
-    """One function by name, or a set of allowed tools."""
+    """A choice names one function or a set of allowed tools; an allowed tool that is not offered is refused."""
     other = {**TOOL, "name": "wait"}
     named = read(tools=[TOOL], tool_choice={"type": "function", "name": "look"})
     assert named.wire_tool_choice == NamedTool(name="look")

@@ -61,7 +61,7 @@ async def test_response_streams(server: Running) -> None:
 
 @pytest.mark.parametrize("store", [True, False])
 async def test_stream_waiting_for_storage_sends_one_comment(serve: Serve, *, store: bool) -> None:
-    """One comment line without later content; a response that is not stored does not wait."""
+    """The comment gives the reason on one line and precedes the text; a response that is not stored does not wait."""
     journal = StubJournal()
     async with serve(journal=journal, sse_keepalive_s=0.01) as server:
         journal.holding = True
@@ -79,7 +79,7 @@ async def test_stream_waiting_for_storage_sends_one_comment(serve: Serve, *, sto
 
 
 async def test_parameters_reach_the_engine(server: Running) -> None:
-    """Named parameters, extra ``params``, the text format and the priority."""
+    """Named fields, ``params``, the text format and the service tier are part of the submission."""
     body = {
         "input": [{"role": "user", "content": "Hello"}],
         "max_output_tokens": 7,
@@ -292,7 +292,7 @@ async def test_failed_turn_is_an_http_error(server: Running) -> None:
 
 
 async def test_response_is_deleted(server: Running) -> None:
-    """The last of a chain first; the session is deleted with its last response."""
+    """Only the last response of a chain can be deleted; the session is deleted with its only response."""
     first = (await create_response(server, {"input": "Hello"})).json
     second = (await create_response(server, {"input": "More", "previous_response_id": first["id"]})).json
     refused = await request(server, "DELETE", f"{PATH}/{first['id']}")

@@ -236,7 +236,7 @@ def test_accumulated_events_equal_the_final_object(pieces: list[str]) -> None:
 
 
 def test_stored_answer_has_the_streamed_items() -> None:
-    """Item ids included, so a response retrieved later has the ids that the stream has named."""
+    """They have the same ids, so a response retrieved later has the item ids that the stream has named."""
     final = build_events(
         queued(), reasoning_token("Hm"), token("Yes."), tool_call_delta(0, "{}", "look"), end("tool_calls")
     )[-1]["response"]

@@ -59,7 +59,7 @@ async def test_stream_is_read_on_after_its_last_event(server: Running, ada: Asyn
 
 
 async def test_stream_is_read_again_from_its_beginning(server: Running, ada: AsyncOpenAI) -> None:
-    """Byte for byte, also by several readers and after its end."""
+    """It is equal byte for byte for readers that join during the response or after its end."""
     pending = asyncio.get_running_loop().create_task(post(server, PATH, BODY))
     (turn,) = await begin_turns(server)
     name = f"resp_{session_of(server, turn)}{turn.removeprefix('t_')}"

@@ -265,7 +265,7 @@ async def test_token_that_is_created_during_a_deletion_is_closed(server: Running
 
 
 async def test_request_of_a_revoked_token_does_nothing(server: Running) -> None:
-    """Also if it was admitted before, and its body arrives later."""
+    """A request that was admitted before the revocation is refused when its body arrives, and opens no session."""
     body = json.dumps({"input": "Hi", "store": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     head = f"Host: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {server.token}\r\nConnection: close\r\n"
@@ -339,7 +339,7 @@ async def test_token_is_shown_once(server: Running, caplog: pytest.LogCaptureFix
 
 
 async def test_tokens_are_listed_by_windows(server: Running) -> None:
-    """Oldest first; the cursor continues after the last one."""
+    """Each page continues after the cursor of the page before, and every token is listed once."""
     made = [server.accounts.create_token("ada", name=str(number)).token_id for number in range(4)]
     async with connect(server, "root", "user", "admin") as root:
         await receive(root)

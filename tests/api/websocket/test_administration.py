@@ -64,7 +64,7 @@ async def test_operations_require_their_scopes(server: Running, op: str, scope: 
 
 
 async def test_connected_clients_are_listed(server: Running) -> None:
-    """Their socket count, addresses, sessions, running turns and today's usage."""
+    """Each has its number of sockets, addresses, sessions and running turns, and today's tokens."""
     server.context.quotas.of("ada", server.token_id).use(70)
     async with (
         connect(server, "root", "user", "admin") as admin,

@@ -179,7 +179,7 @@ async def test_turn_on_a_v1_socket(server: Running) -> None:
 
 
 async def test_fork_and_rewind(server: Running) -> None:
-    """The fork names its parent, the rewind the turn; an unknown turn is an error of the session."""
+    """The fork names its parent and the rewind its turn; a running or unknown turn refuses them."""
     async with server.v1() as socket:
         await receive(socket)
         sid = (await ask(socket, op="create_session"))["session_id"]

@@ -208,7 +208,7 @@ async def test_legacy_socket_receives_only_first_protocol_frames(server: Running
 
 
 async def test_legacy_socket_receives_its_abort(server: Running) -> None:
-    """``aborted`` and the end of the turn; ``not_found`` without a running turn or session."""
+    """It receives ``aborted`` and the turn's end, or ``not_found`` if no turn runs or the session is unknown."""
     async with server.connect() as socket:
         await legacy_socket(server, socket)
         sid = (await ask(socket, op="create_session"))["session_id"]

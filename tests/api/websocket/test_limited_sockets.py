@@ -35,7 +35,7 @@ async def infer(socket: ClientConnection, session_id: str, **fields: Any) -> dic
 
 
 async def test_limits_are_sent_at_login(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
-    """Its own, else its account's, else the daemon's; allowed addresses are not sent."""
+    """Each is the token's own, else its account's, else the daemon's; allowed addresses are not sent."""
     async with serve(limits=AccessLimits(concurrent_turns=2, max_tokens=9)) as server:
         server.accounts.change_client(
             "ada", limits=AccessLimits(max_tokens=50, models=("stub",), addresses=("127.0.0.0/8",))

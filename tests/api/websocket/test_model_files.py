@@ -125,7 +125,7 @@ async def test_malformed_reference_is_refused(server: Running, pull: StubPull, r
 
 
 async def test_model_is_removed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file, and then its entry; the audit log names it."""
+    """Its file is deleted before the model is forgotten, and the audit log names the model."""
     path = tiny(server, monkeypatch)
     forgotten: list[bool] = []
     monkeypatch.setattr(server.engine, "forget_removed", lambda: forgotten.append(path.exists()))

@@ -52,7 +52,7 @@ async def model_names(server: Running, headers: dict[str, str]) -> list[str]:
 
 
 async def test_models_are_filtered_by_permission(two_models: Running) -> None:
-    """All without a limit, else those that the limit names and that exist."""
+    """A token without a limit sees all models, others those of their limit that exist."""
     assert await model_names(two_models, {"Authorization": f"Bearer {two_models.token}"}) == ["other", "stub"]
     assert await model_names(two_models, limited(two_models, "eve", models=("stub", "gone"))) == ["stub"]
     assert await model_names(two_models, limited(two_models, "bob", models=())) == []

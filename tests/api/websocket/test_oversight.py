@@ -133,7 +133,7 @@ async def test_audit_log_finds_what_an_administrator_did(server: Running) -> Non
 async def test_usage_of_all_accounts_is_ordered_and_bounded(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """In the order of the page that is read; further accounts are counted, and begin the next page."""
+    """Accounts have the order of the page that is read; further ones are counted, and begin the next page."""
     first = (
         UsageLine("bob", "2026-11-21", 1, 500, 0, 10),
         UsageLine("ada", "2026-11-20", 2, 100, 60, 30),
@@ -178,7 +178,7 @@ def configured_log() -> Iterator[None]:
 
 @pytest.mark.usefixtures("configured_log")
 async def test_log_is_followed_from_a_level_on(server: Running) -> None:
-    """Recent lines first, then new ones; secrets are redacted, and the subscription ends on request."""
+    """Recent lines come first, then new ones; secrets are redacted, and the subscription ends on request."""
     log = structlog.get_logger()
     secret = server.token.rpartition("_")[2]
     log.warning("before_the_subscription", token=server.token)

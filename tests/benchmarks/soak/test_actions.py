@@ -34,7 +34,7 @@ def test_seed_determines_the_acts() -> None:
     ),
 )
 def test_actions_stay_within_their_bounds(seed: int, bounds: Bounds) -> None:
-    """Lengths and pauses, and events of a turn lie before its end."""
+    """Prompt, answer and pause are within the bounds, and a turn's action comes before the end of the answer."""
     for action in islice(actions(random.Random(seed), bounds), 30):
         assert bounds.least_prompt_tokens <= action.prompt_tokens <= bounds.prompt_tokens
         assert 1 <= action.after_pieces <= action.max_tokens <= bounds.max_tokens

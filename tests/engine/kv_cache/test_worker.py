@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def test_entry_discarded_during_a_copy_leaves_no_file(bench: Bench) -> None:
-    """Before, during or after the copy."""
+    """The entry is discarded before, during or after the copy, and cannot be found afterwards."""
     for jobs in range(25):
         for number in range(15):
             bench.park(f"s{number}", [number, jobs])

@@ -206,7 +206,7 @@ def test_truncated_adapter_is_refused(
 
 
 def test_non_file_is_refused(tmp_path: Path, options: EngineOptions, log: LlamaLog, demo_model_path: Path) -> None:
-    """A missing path, a directory, or a model in place of an adapter."""
+    """A missing path, a directory and the file of a model are refused with the reason."""
     assert "does not exist" in _refusal(options, log, tmp_path / "none.gguf").message
     assert "is a directory" in _refusal(options, log, tmp_path).message
     assert "is no LoRA adapter: general.type is" in _refusal(options, log, demo_model_path).message

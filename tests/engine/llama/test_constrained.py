@@ -207,7 +207,7 @@ def test_logprobs_are_those_of_the_unmasked_model(backend: LlamaBackend) -> None
 
 
 def test_candidates_are_the_allowed_tokens_in_their_order() -> None:
-    """Few or many; nothing remains from an earlier step."""
+    """They have the logits of the model for any share of allowed tokens, and nothing of an earlier step."""
     candidates = Candidates(1000)
     logits = np.arange(1000, dtype=np.float32)
     for share in (0.9, 0.01, 0.6, 1.0):

@@ -327,7 +327,7 @@ def test_warm_up_fits_the_smallest_context(demo: Loaded, options: EngineOptions,
 def test_warm_up_leaves_all_slots_empty(
     demo: Loaded, options: EngineOptions, log: LlamaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One chunk of a full batch, or of a slot if that is shorter."""
+    """It decodes the given number of tokens, at most those of a batch or of a slot."""
     context = LlamaContext(demo.model, options.replace(slots=2, n_ctx=256), n_threads=1, log=log)
     decoded: list[int] = []
     decode = context.decode

@@ -38,7 +38,7 @@ LINEAR = {3: 2.4, 4: 3.1, 5: 3.6, 6: 3.9, 7: 4.1, 8: 4.5}
 def test_padding_fills_a_tile_with_adjacent_slots(
     slots: Sequence[int], lengths: list[int], padding: tuple[int, ...]
 ) -> None:
-    """As far as there are such, and none of them is longer than the longest that decodes."""
+    """Free adjacent slots are added up to the next tile, if none is longer than the longest one that decodes."""
     assert padding_slots(slots, lengths) == padding
 
 
@@ -57,12 +57,12 @@ def test_padding_fills_a_tile_with_adjacent_slots(
     ],
 )
 def test_decode_gets_the_fastest_number_of_rows(times_ms: Mapping[int, float], n_turns: int, n_rows: int) -> None:
-    """After each number was measured."""
+    """The fastest number of rows is used once each number was measured."""
     assert _decodes(RowCounts(), times_ms, n_turns, count=20)[-1] == n_rows
 
 
 def test_every_number_of_rows_is_measured_first() -> None:
-    """Three times each, and then the fastest is used."""
+    """Each number of rows is used three times, and then the fastest one."""
     assert _decodes(RowCounts(), TILES, 5, count=14) == [5, 5, 5, 6, 6, 6, 7, 7, 7, 8, 8, 8, 6, 6]
 
 

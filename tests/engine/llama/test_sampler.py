@@ -295,7 +295,7 @@ def test_without_a_seed_each_turn_is_random(rig: Rig) -> None:
 
 
 def test_logprobs_are_those_of_the_model_before_any_sampler(rig: Rig) -> None:
-    """The likeliest tokens in order, the sampled one, and natural logarithms."""
+    """The likeliest tokens and the sampled one have natural logarithms of the model's own probabilities."""
     sampler = rig.sampler({**WIDE, "seed": 3, "n_probs": 5, "logit_bias": {"100": 50}})
     sampled: Sampled = sampler.sample(-1)
     sampler.close()

@@ -328,7 +328,7 @@ def test_headers_are_read_back_or_refused(data: bytes) -> None:
 
 
 def test_inconsistent_headers_are_refused() -> None:
-    """Parts longer than the whole, no slots, or reserved bits."""
+    """Parts that exceed the whole, no slots and reserved bits make a header unreadable."""
     good = saved_state.Layout(7, 2, 40, (20, 12))
     for bad in (replace(good, streamed_bytes=(30, 3)), replace(good, slots=0), replace(good, size_bytes=7)):
         buffer = bytearray(saved_state.HEADER_BYTES + 40)

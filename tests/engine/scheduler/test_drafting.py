@@ -146,7 +146,7 @@ def test_without_lookup_only_the_draft_model_drafts() -> None:
 
 
 def test_draft_model_is_not_used_without_a_gain() -> None:
-    """If it costs as much as it saves, and for a batch of many turns."""
+    """It drafts nothing if it costs as much as it saves, or for a batch of many turns."""
     assert drafting(lookup=False, draft_cost=0.8).drafts([new_request(0, [1, 2, 3])]) == Drafts()
     many = [new_request(slot, [1, 2, 3]) for slot in range(8)]
     assert drafting(lookup=False, draft_cost=0.2).drafts(many) == Drafts()

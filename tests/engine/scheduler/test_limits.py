@@ -64,7 +64,7 @@ def test_paused_turn_resumes() -> None:
 
 
 def test_new_turns_get_no_slot_above_the_limit() -> None:
-    """Even if slots are idle; they wait until a running turn ends or pauses."""
+    """They wait although slots are idle, until a running turn ends or pauses."""
     world = SchedulerHarness(slots=4, quantum_tokens=1000, answer_tokens=6)
     world.limit(EngineLimits(active_slots=1))
     for n in range(3):

@@ -50,7 +50,7 @@ def test_prefill_budget_grows_with_the_queue() -> None:
 
 
 def test_prefill_budget_shrinks_with_slower_steps() -> None:
-    """Never below one chunk."""
+    """The budget follows the measured speed and is never less than one chunk."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=1000, prefill_s=0.1, decode_s=0.0, alone=True)
     before = budget.tokens(n_prefilling=1, n_decoding=0)

@@ -50,7 +50,7 @@ def drain(line: WaitQueue) -> list[str]:
 def test_queue_order(
     turns: list[tuple[str, int, int, float, bool]], served: dict[str, int], served_since: dict[str, int]
 ) -> None:
-    """The class, raised by one per period waited, then the client's counter, then own service, then arrival."""
+    """It is by class, one higher for each period waited, then the client's counter, own service and arrival."""
     now, ageing_s = 50.0, 10.0
     counters = ServiceCounters()
     for client, units in served.items():

@@ -16,7 +16,7 @@ def make_request(n_tokens: int) -> EngineRequest:
 
 
 def test_request_follows_its_transition_table() -> None:
-    """From waiting through prefill and decode to its end; an unlisted transition raises and changes nothing."""
+    """A turn goes from waiting through prefill and decode to its end; an unlisted change raises and has no effect."""
     request = make_request(10)
     for change, state in (
         (RequestChange.ADMIT, RequestState.PREFILL),

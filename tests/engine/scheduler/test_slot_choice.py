@@ -38,7 +38,7 @@ def table_of(*slots: str) -> SlotTable:
     ],
 )
 def test_slot_selection(slots: tuple[str, ...], chosen: tuple[int, str] | None) -> None:
-    """The own slot, else an empty one beside the busy ones, else the oldest idle one, sparing sessions about to run."""
+    """The session's own slot comes first, then an empty one beside busy slots, then the one that is idle longest."""
     choice = choose_slot(table_of(*slots), "a", waiting={"a", "waits"})
     assert (choice and (choice[0].index, choice[1])) == chosen
 

@@ -93,7 +93,7 @@ def test_table_repr_is_short(table: SlotTable) -> None:
 
 
 def test_inconsistent_table_is_detected(table: SlotTable) -> None:
-    """Tokens without an owner, two slots of one session, and an overfull slot."""
+    """A slot with too many tokens, tokens without an owner, and two slots of one session are errors."""
     with pytest.raises(AssertionError, match="more than 2"):
         table.check_integrity(n_ctx=2)
     table[2].tokens.append(1)

@@ -63,7 +63,7 @@ def test_draft_continues_an_earlier_occurrence(tokens: list[int]) -> None:
     ],
 )
 def test_longest_latest_match_is_found(tokens: list[int], found: tuple[int, int]) -> None:
-    """Four tokens rather than two, and of several positions the latest."""
+    """A match of four tokens is preferred to one of two, and of several positions the latest one."""
     assert index_of(tokens, 2, 4).find(tokens) == found
 
 
@@ -183,7 +183,7 @@ def test_draft_lengths_are_equal_and_fit(chances: list[float], each: int, togeth
     ],
 )
 def test_draft_length_maximises_throughput(chances: list[float], lengths: list[int]) -> None:
-    """The likelier, the longer; a single drafting turn among many is not worth an extra decode."""
+    """Likelier drafts are longer; a single drafting turn among many is not worth an extra decode."""
     assert allot(chances, each=8, together=most_drafts(8), costs=DecodeCosts()) == lengths
 
 

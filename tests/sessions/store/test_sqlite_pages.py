@@ -50,7 +50,7 @@ def written(path: Path, rows: list[tuple[Any, ...]], *, rowid: bool) -> sqlite3.
 @given(rows=ROWS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_page_reader_equals_sqlite(tmp_path: Path, rows: list[tuple[Any, ...]]) -> None:
-    """Rows of every length, in tables with and without row ids, in the file and its WAL; nothing uncommitted."""
+    """Committed rows of any length are read, with and without row ids, from the file and its WAL."""
     for rowid in (True, False):
         path = tmp_path / "file"
         for each in tmp_path.iterdir():
