@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -53,8 +54,15 @@ MAX_LIST_BYTES: Final = 512 * 1024
 MAX_DESCRIPTION_CHARS: Final = 4096
 MAX_STRUCTURE: Final = 40_000
 """Maximum number of lists, objects and fields of a message, which is parsed on the event loop."""
-_STRUCTURE_STEP: Final = MAX_STRUCTURE // 100
-"""Growth after which a message whose strings contain brackets and colons is searched again."""
+MAX_COMMAS: Final = 100_000
+"""Maximum number of commas of a message, and so of its values, most of which can only be numbers."""
+MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+"""Maximum size of a message, whatever the settings: its parser holds the interpreter lock, for up to 50 ms."""
+_COUNTED: Final = b"[{:,"
+_NOT_COUNTED: Final = bytes(code for code in range(256) if code not in _COUNTED + b'"\r\n')
+_STRING: Final = re.compile(rb'"[^"\r\n]*["\r\n]?')
+_EVENT_END: Final = re.compile(rb"\n\n|\r\n\r\n")
+_SEARCHED_BYTES: Final = 64 * 1024
 _MAX_PARTS: Final = 1024
 _MAX_PAGES: Final = 16
 _MAX_REASON_CHARS: Final = 400
@@ -228,7 +236,7 @@ class McpConnection:
 
     async def _connect(self, stack: AsyncExitStack) -> ClientSession:
         settings = self._settings
-        max_bytes = settings.max_result_bytes * 4 + _ENVELOPE_BYTES + MAX_LIST_BYTES
+        max_bytes = min(settings.max_result_bytes * 4 + _ENVELOPE_BYTES + MAX_LIST_BYTES, MAX_MESSAGE_BYTES)
         if settings.url is None:
             streams = _stdio_streams(settings, max_bytes=max_bytes, on_end=self._process_ended)
             read, write = await stack.enter_async_context(streams)
@@ -305,7 +313,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Refuses compressed responses, long and dense ones; in event streams each event is bounded instead.
+    """Refuses compressed and recoded responses, long and dense ones; in event streams each event is bounded instead.
 
     The package reopens an event stream that ended as fast as the server tells it to, so GETs have a minimum interval.
 
@@ -335,6 +343,9 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         if response.headers.get("content-encoding", "identity") != "identity":
             await response.aclose()
             raise httpx2.ReadError("the response is compressed")
+        if (response.charset_encoding or "utf-8").lower() != "utf-8":
+            await response.aclose()
+            raise httpx2.ReadError("the response is not UTF-8")
         return response
 
     async def _send(self, request: httpx2.Request) -> httpx2.Response:
@@ -365,6 +376,50 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         self.n_open -= 1
 
 
+class DensityMeter:
+    """Counts what a message has outside of its strings, part by part as it arrives.
+
+    A server chooses the size of the parts, so none is searched twice, and none before the message could be dense. No
+    string of JSON contains a line break, so each line starts outside of strings: the other lines of an event cannot
+    make its data look like the content of a string.
+    """
+
+    def __init__(self) -> None:
+        self._unsearched = bytearray()
+        # Exact for what was searched; the rest counts as if it had no strings.
+        self._n_structure = self._n_commas = 0
+        self._found_structure = self._found_commas = 0
+        self._in_string = self._is_escaped = False
+        self.is_dense = False
+        """Whether the message has more than ``MAX_STRUCTURE`` lists, objects and fields, or ``MAX_COMMAS`` commas."""
+
+    def add(self, part: bytes) -> None:
+        """Count the next part of the message."""
+        self._unsearched += part
+        self._n_structure += _n_structure(part)
+        self._n_commas += part.count(b",")
+        if self._n_structure > MAX_STRUCTURE or self._n_commas > MAX_COMMAS:
+            self._search()
+
+    def _search(self) -> None:
+        text = bytes(self._unsearched[1:] if self._is_escaped else self._unsearched)
+        self._unsearched.clear()
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        self._is_escaped = text.endswith(b"\\")
+        marks = text.translate(None, _NOT_COUNTED)
+        # Strings without a counted character are adjacent quotes.
+        marks = (b'"' + marks if self._in_string else marks).replace(b'""', b"")
+        last_line = marks[max(marks.rfind(b"\n"), marks.rfind(b"\r")) + 1 :]
+        self._in_string = last_line.count(b'"') % 2 == 1
+        if marks.count(b'"') > 2 * (MAX_STRUCTURE + MAX_COMMAS + 1):
+            self.is_dense = True
+            return
+        outside = _STRING.sub(b"", marks)
+        self._n_structure = self._found_structure = self._found_structure + _n_structure(outside)
+        self._n_commas = self._found_commas = self._found_commas + outside.count(b",")
+        self.is_dense = self._n_structure > MAX_STRUCTURE or self._n_commas > MAX_COMMAS
+
+
 class _BoundedStream(httpx2.AsyncByteStream):
     """A response of which each message is bounded: the whole body, or an event."""
 
@@ -375,24 +430,30 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._max_bytes = max_bytes
         self._is_stream = is_stream
         self._closed: Callable[[], None] | None = closed
+        self._n_bytes = 0
+        self._density = DensityMeter()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        # A server chooses the size of its chunks, so the work for each is linear in the chunk, not in the message.
-        message, n_structure, checked_at = bytearray(), 0, MAX_STRUCTURE
+        last_bytes = b""
         async for chunk in self._stream:
-            message += chunk
-            n_structure += _n_structure(chunk)
+            added = 0
             if self._is_stream:
-                for end in (b"\n\n", b"\r\n\r\n"):
-                    at = message.rfind(end, max(0, len(message) - len(chunk) - len(end)))
-                    if at >= 0:
-                        del message[: at + len(end)]
-                        n_structure, checked_at = _n_structure(message), MAX_STRUCTURE
-            if len(message) > self._max_bytes or (n_structure > checked_at and is_dense(bytes(message))):
-                raise httpx2.StreamError("the response is too long")
-            if n_structure > checked_at:
-                checked_at = n_structure + _STRUCTURE_STEP
+                # The end of an event may be divided between chunks.
+                n_before, joined = len(last_bytes), last_bytes + chunk
+                for end in _EVENT_END.finditer(joined):
+                    if end.end() > n_before:
+                        self._add(chunk[added : end.end() - n_before])
+                        added = end.end() - n_before
+                        self._n_bytes, self._density = 0, DensityMeter()
+                last_bytes = joined[-3:]
+            self._add(chunk[added:])
             yield chunk
+
+    def _add(self, part: bytes) -> None:
+        self._n_bytes += len(part)
+        self._density.add(part)
+        if self._n_bytes > self._max_bytes or self._density.is_dense:
+            raise httpx2.StreamError("the response is too long")
 
     async def aclose(self) -> None:
         closed, self._closed = self._closed, None
@@ -522,7 +583,7 @@ async def _stdio_streams(
         with contextlib.suppress(ValueError, ConnectionError, anyio.BrokenResourceError):
             async with arrived:
                 while line := await stdout.readline():  # an overlong, dense or invalid line ends the connection
-                    if is_dense(line):
+                    if await _is_dense(line):
                         break
                     message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     await arrived.send(SessionMessage(message))
@@ -569,15 +630,18 @@ def _environment(settings: McpServerSettings) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ} | own
 
 
-def is_dense(message: bytes) -> bool:
-    """Return whether a message has more than ``MAX_STRUCTURE`` lists, objects and fields outside of its strings."""
-    if _n_structure(message) <= MAX_STRUCTURE:
-        return False
-    bare = message.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return bare.count(b'"') > 16 * MAX_STRUCTURE or _n_structure(b"".join(bare.split(b'"')[::2])) > MAX_STRUCTURE
+async def _is_dense(message: bytes) -> bool:
+    """Return whether a whole message is dense; other tasks run meanwhile."""
+    meter = DensityMeter()
+    for at in range(0, len(message), _SEARCHED_BYTES):
+        meter.add(message[at : at + _SEARCHED_BYTES])
+        if meter.is_dense:
+            return True
+        await asyncio.sleep(0)
+    return False
 
 
-def _n_structure(text: bytes | bytearray) -> int:
+def _n_structure(text: bytes) -> int:
     return sum(map(text.count, (b"[", b"{", b":")))
 
 

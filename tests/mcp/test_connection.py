@@ -24,20 +24,22 @@ from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.mcp.connection import (
     _MESSAGE_BURST,
     _MESSAGE_INTERVAL_S,
+    MAX_COMMAS,
+    MAX_MESSAGE_BYTES,
     MAX_STRUCTURE,
     MAX_TOOLS,
+    DensityMeter,
     McpConnection,
     _BoundedStream,
     _IncomingMessages,
     _OutgoingMessages,
     _tls_context,
-    is_dense,
 )
 from inferencecenter.mcp.gateway import McpLostError, McpRefusedError, McpUnreachableError
 from tests.mcp.server import CallFile, serve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
     from pathlib import Path
 
 
@@ -407,40 +409,94 @@ async def test_number_of_parts_is_bounded(is_stream: bool, n_parts: int, is_read
         (b'["' + b"{" * 100_000 + b'"]', False),
         (b'["' + b'\\"{:' * 100_000 + b'"]', False),
         (b'["' + b"\\\\" * 100_000 + b'",' + b"[" * 50_000, True),
+        (b"[" + b"1," * (MAX_COMMAS + 1), True),
+        (b"[" + b'"\\",[",\n' * MAX_COMMAS, False),
+        (b'id: "\r\ndata: ' + b"[" * 50_000, True),
+        (b'id: "\rdata: ' + b"[" * 50_000, True),
     ],
 )
 def test_structure_is_counted_outside_of_strings(message: bytes, expected: bool) -> None:
-    """Brackets and commas within strings do not count, whatever escapes the strings have."""
-    assert is_dense(message) is expected
+    """Brackets and commas within strings do not count, wherever a server divides the message."""
+    for size in (len(message), 50_001, 7, 1):
+        meter = DensityMeter()
+        for at in range(0, len(message), size):
+            meter.add(message[at : at + size])
+            if meter.is_dense:
+                break
+        assert meter.is_dense is expected
+
+
+async def read_chunks(chunks: Iterable[bytes], *, is_stream: bool) -> int:
+    """Read a response of these chunks and return how many passed."""
+
+    class Chunks(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for each in chunks:
+                yield each
+
+    bounded = _BoundedStream(Chunks(), 1_000_000, is_stream=is_stream, closed=lambda: None)
+    return len([each async for each in bounded])
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_small_chunks_of_a_message_are_not_searched_again_each_time(
-    monkeypatch: pytest.MonkeyPatch, is_stream: bool
-) -> None:
-    """The server chooses the size of the chunks; a message that is dense is still refused."""
+async def test_no_part_of_a_message_is_searched_twice(monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
+    """The bytes that are searched are at most those of the message, also if it arrives byte by byte."""
     searched: list[int] = []
+    search = DensityMeter._search
 
-    def search(message: bytes) -> bool:
-        searched.append(len(message))
-        return is_dense(message)
+    def record(meter: DensityMeter) -> None:
+        searched.append(len(meter._unsearched))
+        search(meter)
 
-    monkeypatch.setattr("inferencecenter.mcp.connection.is_dense", search)
-
-    async def read(message: bytes) -> None:
-        class Chunks(httpx2.AsyncByteStream):
-            async def __aiter__(self) -> AsyncIterator[bytes]:
-                for at in range(len(message)):
-                    yield message[at : at + 1]
-
-        bounded = _BoundedStream(Chunks(), 1_000_000, is_stream=is_stream, closed=lambda: None)
-        async for _ in bounded:
-            pass
-
-    await read(b'"' + b":" * (MAX_STRUCTURE + 4000) + b'"')
-    assert 0 < len(searched) <= 11
+    monkeypatch.setattr(DensityMeter, "_search", record)
+    message = b'"' + b":" * (MAX_STRUCTURE + 4000) + b'"'
+    assert await read_chunks((bytes([each]) for each in message), is_stream=is_stream) == len(message)
+    assert MAX_STRUCTURE < sum(searched) <= len(message)
     with pytest.raises(httpx2.StreamError):
-        await read(b"[" * (MAX_STRUCTURE + 4000))
+        await read_chunks([b"["] * (MAX_STRUCTURE + 4000), is_stream=is_stream)
+
+
+async def test_each_event_is_bounded_alone_and_before_it_is_parsed() -> None:
+    """A dense event is refused wherever it ends; two short events in one chunk are not counted together."""
+    dense, half = b"data: " + b"[" * (MAX_STRUCTURE + 1), b"data: " + b"[" * (MAX_STRUCTURE // 2 + 1)
+    for chunks in ([dense + b"\n\n"], [b"data: 1\n\n" + dense + b"\n\n"], [half, half]):
+        with pytest.raises(httpx2.StreamError):
+            await read_chunks(chunks, is_stream=True)
+    for chunks in ([half + b"\n\n" + half], [half + b"\n", b"\n" + half], [half + b"\r\n\r", b"\n" + half]):
+        assert await read_chunks(chunks, is_stream=True) == len(chunks)
+    with pytest.raises(httpx2.StreamError):
+        await read_chunks([half + b"\n\n" + half], is_stream=False)
+
+
+async def test_size_of_a_message_is_bounded_whatever_the_settings() -> None:
+    """With the largest `max_result_bytes` a message of 8 MiB is read and a longer one is refused."""
+    n_chars = 0
+
+    def answer(request: dict[str, Any], _headers: dict[str, str]) -> Answer:
+        if request["method"] != "tools/call":
+            return ordinary(request)
+        return reply(request, {"content": [{"type": "text", "text": "x" * n_chars}]})
+
+    async with scripted_server(answer) as port, connected(port, max_result_bytes=2**22) as connection:
+        await connection.open()
+        n_chars = MAX_MESSAGE_BYTES - 1000
+        assert "cut: 4194304 of" in (await connection.call_tool("x", {})).text[-100:]
+        n_chars = MAX_MESSAGE_BYTES
+        with pytest.raises(McpLostError):
+            await connection.call_tool("x", {})
+
+
+async def test_text_in_another_encoding_is_refused() -> None:
+    """A response in UTF-16 fails the handshake, because structure is counted in bytes of UTF-8."""
+
+    def answer(request: dict[str, Any], _headers: dict[str, str]) -> Answer:
+        status, fields, body = ordinary(request)
+        text = f"data: {body.decode()}\n\n"
+        return status, fields | {"Content-Type": "text/event-stream; charset=utf-16"}, text.encode("utf-16")
+
+    async with scripted_server(answer) as port, connected(port) as connection:
+        with pytest.raises(McpUnreachableError, match="no connection"):
+            await connection.open()
 
 
 async def test_parts_that_are_no_text_are_named() -> None:
