@@ -218,10 +218,10 @@ def checked(kind: type[_Model], value: object, *, context: object = None) -> _Mo
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     """Return a field's schema extended by null; its annotations stay at the top level."""
-    said: dict[str, Any] = {name: field[name] for name in ("title", "description", "default") if name in field}
-    kind = {name: value for name, value in field.items() if name not in said}
+    annotations: dict[str, Any] = {name: field[name] for name in ("title", "description", "default") if name in field}
+    kind = {name: value for name, value in field.items() if name not in annotations}
     options = kind["anyOf"] if set(kind) == {"anyOf"} else [kind]
-    return {"anyOf": [*options, {"type": "null"}], **said}
+    return {"anyOf": [*options, {"type": "null"}], **annotations}
 
 
 def _too_large(limit: int) -> InferenceCenterError:

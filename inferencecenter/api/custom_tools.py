@@ -304,7 +304,7 @@ def _bounded(pattern: str) -> str:
 MAX_DESCRIPTION_CHARS: Final = 16_384
 MAX_DEFINITION_CHARS: Final = 65_536
 
-LARK_IS_TOLD: Final = "the model is told of the grammar, which is not enforced: no regular expression was found for it"
+LARK_NOT_ENFORCED: Final = "the grammar is in the tool's description, but not enforced: no regular expression equals it"
 
 Syntax = Literal["lark", "regex"]
 

@@ -586,8 +586,8 @@ class CrossOrigin:
         caller = self._context.proxies.peer_info(asgi["client"][0] if asgi["client"] else "", headers)
         return origin_allowed(origin, caller.host, self._context.settings.allowed_origins)
 
-    async def _preflight(self, send: Send, origin: str, asked: str) -> None:
-        names = [name.strip() for name in asked.split(",")[:_MOST_HEADERS]]
+    async def _preflight(self, send: Send, origin: str, requested_headers: str) -> None:
+        names = [name.strip() for name in requested_headers.split(",")[:_MOST_HEADERS]]
         headers = {
             **_origin_headers(origin),
             "access-control-allow-methods": self._methods,

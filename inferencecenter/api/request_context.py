@@ -129,16 +129,16 @@ class RequestContext:
     def forget(self, listener: Callable[[Exception], None]) -> None:
         self._listeners.remove(listener)
 
-    async def wait_for(self, asked: asyncio.Future[_Result]) -> _Result:
+    async def wait_for(self, future: asyncio.Future[_Result]) -> _Result:
         """Return the result of a future; if the response must end first, the reason becomes its exception."""
 
         def give_up(reason: Exception) -> None:
-            if not asked.done():
-                asked.set_exception(reason)
+            if not future.done():
+                future.set_exception(reason)
 
         self.listen(give_up)
         try:
-            return await asked
+            return await future
         finally:
             self.forget(give_up)
 

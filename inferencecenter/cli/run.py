@@ -80,7 +80,7 @@ def run(  # noqa: PLR0913 - one argument an option
         log_format=settings.log.format,
         stream=None if log_level else io.StringIO(),
     )
-    spec = _as_asked(chosen_model(settings, model), settings, n_ctx=n_ctx, n_gpu_layers=n_gpu_layers)
+    spec = _with_overrides(chosen_model(settings, model), settings, n_ctx=n_ctx, n_gpu_layers=n_gpu_layers)
     try:
         question = OneShotRequest(prompt=read_prompt(prompt), params=turn_params, system=system, raw=raw)
         answered = _run(spec, question, settings, as_json=json)
@@ -125,9 +125,9 @@ def _refused(message: str, *, hint: str) -> InferenceCenterError:
     return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, hint=hint, field="prompt")
 
 
-def _as_asked(spec: ModelSpec, settings: Settings, **asked: int | None) -> ModelSpec:
+def _with_overrides(spec: ModelSpec, settings: Settings, **overrides: int | None) -> ModelSpec:
     """Return the model with command line values, which override its registered ones."""
-    own = {name: getattr(settings.engine, name) for name, value in asked.items() if value is not None}
+    own = {name: getattr(settings.engine, name) for name, value in overrides.items() if value is not None}
     return replace(spec, engine=spec.engine.model_copy(update=own))
 
 

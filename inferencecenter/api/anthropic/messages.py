@@ -124,10 +124,10 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
     """
     if not request.messages:
         raise invalid_field("messages", "messages: at least one message is required")
-    said: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     system = [block.text for block in request.system or () if not block.text.startswith(BILLING_HEADER)]
     if any(system):
-        said.append(ChatMessage(role="system", content="\n".join(system)))
+        messages.append(ChatMessage(role="system", content="\n".join(system)))
     called: set[str] = set()
     begun = prefix_of(request) is not None
     for index, message in enumerate(request.messages[:-1] if begun else request.messages):
@@ -135,15 +135,15 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
         if message.role == "assistant":
             answer = _answer(message, where)
             called |= {call.call_id for call in answer.tool_calls or ()}
-            said.append(answer)
+            messages.append(answer)
         else:
-            said += _converted(message, where, called)
-    if not said or said[-1].role not in ("user", "tool"):
+            messages += _converted(message, where, called)
+    if not messages or messages[-1].role not in ("user", "tool"):
         raise invalid_field(
             f"messages.{len(request.messages) - 1}.role",
             "the last message must have role user, or be the start of an answer",
         )
-    return tuple(_joined(said))
+    return tuple(_joined(messages))
 
 
 def prefix_of(request: CountTokensRequest) -> str | None:
@@ -154,9 +154,9 @@ def prefix_of(request: CountTokensRequest) -> str | None:
     return "".join(block.text for block in last.content if isinstance(block, MessageText))
 
 
-def _joined(said: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+def _joined(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
     """Yield messages; consecutive ones of the user are one, since many templates require alternating roles."""
-    for role, run in groupby(said, key=attrgetter("role")):
+    for role, run in groupby(messages, key=attrgetter("role")):
         if role == "user":
             yield ChatMessage(role="user", content="\n".join([message.content for message in run]))
         else:
@@ -366,7 +366,7 @@ class MessageCollector:
     def document(self) -> dict[str, Any]:
         """Return the message as far as it is known."""
         end = self._end
-        said = {
+        message = {
             "id": self.message_id,
             "type": "message",
             "role": "assistant",
@@ -376,8 +376,8 @@ class MessageCollector:
             "stop_sequence": None if end is None else end.stop,
             "usage": _usage(end),
         }
-        found = merged_warnings(self._warnings, () if end is None else (end,))
-        return {**said, "warnings": found} if found else said
+        warnings = merged_warnings(self._warnings, () if end is None else (end,))
+        return {**message, "warnings": warnings} if warnings else message
 
     def _add(self, kind: str, text: str, empty: Mapping[str, str]) -> None:
         if not self._blocks or self._blocks[-1]["type"] != kind:

@@ -205,10 +205,10 @@ class _Question:
     head: AnswerHead
 
     def infer(self, place: SessionMatch, _choice: int) -> Infer:
-        said: dict[str, Any] = {"messages": list(place.remaining)}
+        content: dict[str, Any] = {"messages": list(place.remaining)}
         if self.conversation.mode == "raw" and "infill" not in self.turn:
-            said = {"prompt": place.remaining[-1].content}
-        return checked(Infer, {**self.turn, **said, "session_id": place.session_id})
+            content = {"prompt": place.remaining[-1].content}
+        return checked(Infer, {**self.turn, **content, "session_id": place.session_id})
 
 
 async def chat(call: Call) -> Reply:

@@ -103,10 +103,10 @@ async def create(call: Call) -> Reply:
         )
     inputs = tuple(map(EmbeddingInput, request.input))
     _check_dimensions(call, model, request.dimensions)
-    asked = EmbeddingCall(
+    embedding_call = EmbeddingCall(
         model=model, inputs=inputs, dimensions=request.dimensions, truncate=request.truncate, cut_vectors=True
     )
-    result = await embed(call, asked)
+    result = await embed(call, embedding_call)
     fields = {
         "model": result.model,
         "total_duration": round((call.context.monotonic() - started_s) * _NS_PER_S),

@@ -117,12 +117,12 @@ class ChatChunkWriter(ChunkWriter):
         if event.name in self._head.custom_tools:
             self._inputs[place] = InputReader()
         if (reader := self._inputs.get(place)) is None:
-            kind, said = "function", {"arguments": event.arguments}
+            kind, payload = "function", {"arguments": event.arguments}
         else:
-            kind, said = "custom", {"input": reader.feed(event.arguments)}
+            kind, payload = "custom", {"input": reader.feed(event.arguments)}
         if event.name is None:
-            return {"index": event.index, kind: said}
-        return {"index": event.index, "id": event.call_id, "type": kind, kind: {"name": event.name, **said}}
+            return {"index": event.index, kind: payload}
+        return {"index": event.index, "id": event.call_id, "type": kind, kind: {"name": event.name, **payload}}
 
     def _delta(self, index: int, delta: dict[str, Any], logprobs: Iterable[TokenLogprobs] | None) -> bytes:
         reported = None if logprobs is None else _logprobs(logprobs, self._head.top_logprobs or 0)
@@ -350,16 +350,16 @@ _ROLES: Final[Mapping[str, Role]] = MappingProxyType(
 
 def _messages(request: ChatRequest) -> tuple[ChatMessage, ...]:
     """Return the conversation; a legacy call, which has no id, is named after the message that made it."""
-    said: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     legacy_id = ""
     for index, message in enumerate(request.messages):
         if message.function_call is not None:
             legacy_id = f"call_{index}"
-        said.append(_said(message, f"messages.{index}", legacy_id))
-    return tuple(said)
+        messages.append(_wire_message(message, f"messages.{index}", legacy_id))
+    return tuple(messages)
 
 
-def _said(message: ChatRequestMessage, where: str, legacy_id: str) -> ChatMessage:
+def _wire_message(message: ChatRequestMessage, where: str, legacy_id: str) -> ChatMessage:
     calls = [call.wire_call for call in message.tool_calls or ()]
     if (function := message.function_call) is not None:
         calls.append(ToolCall(call_id=legacy_id, name=function.name, arguments=function.arguments))

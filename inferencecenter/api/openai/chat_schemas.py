@@ -18,7 +18,7 @@ from pydantic import (
 
 from inferencecenter.api.body import text_only
 from inferencecenter.api.custom_tools import (
-    LARK_IS_TOLD,
+    LARK_NOT_ENFORCED,
     MAX_DEFINITION_CHARS,
     MAX_DESCRIPTION_CHARS,
     Syntax,
@@ -382,7 +382,7 @@ CHAT_FIELDS: Final = FieldTable(
         FieldRule(
             field="tools[].custom.format",
             values="some grammars with the syntax `lark`",
-            why=LARK_IS_TOLD,
+            why=LARK_NOT_ENFORCED,
             applies=lambda form, _: isinstance(form, dict) and is_left_to_model(form.get("grammar")),
             kept=True,
         ),

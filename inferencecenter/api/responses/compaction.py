@@ -124,8 +124,8 @@ async def compacted_input(
         return None, ()
     summary = await _compact(context, request_context, request, (*messages[:n_system], *before))
     kept = (ChatMessage(role="user", content=summary.kept),) if summary.kept else ()
-    said = Compaction(type="compaction", encrypted_content=summary.item.encrypted_content).text
-    stands_for = (*kept, ChatMessage(role="assistant", content=said))
+    summary_text = Compaction(type="compaction", encrypted_content=summary.item.encrypted_content).text
+    stands_for = (*kept, ChatMessage(role="assistant", content=summary_text))
     return CompactedInput(summary.item, stands_for, latest, stored), summary.warnings
 
 
@@ -196,7 +196,7 @@ async def _summarize(
     """
     client = request_context.client
     limit = context.limits_of(client.client_id, client.token_id).max_tokens
-    asked = request.model_copy(
+    summary_request = request.model_copy(
         update={
             "max_output_tokens": max_tokens if limit is None else min(max_tokens, limit),
             "reasoning": ReasoningConfig(effort="none"),
@@ -216,7 +216,7 @@ async def _summarize(
         request_context,
         (conversation,),
         n=1,
-        infer=lambda place, _: infer_of(asked, place.remaining).model_copy(
+        infer=lambda place, _: infer_of(summary_request, place.remaining).model_copy(
             update={"session_id": place.session_id, "messages": list(place.remaining)}
         ),
     ) as turns:

@@ -162,15 +162,15 @@ async def _tools_of(
     Raises:
         InferenceCenterError: ``queue_full``.
     """
-    asked: asyncio.Future[tuple[ServerTool, ...] | str] = asyncio.get_running_loop().create_future()
+    listing: asyncio.Future[tuple[ServerTool, ...] | str] = asyncio.get_running_loop().create_future()
 
     def end(found: dict[str, tuple[ServerTool, ...] | str]) -> None:
-        if not asked.done():
-            asked.set_result(found[server])
+        if not listing.done():
+            listing.set_result(found[server])
 
     client = request_context.client
     context.mcp.list_later(server, client_id=client.client_id, scopes=client.scopes, on_end=end)
-    return await request_context.wait_for(asked)
+    return await request_context.wait_for(listing)
 
 
 def _list_item(server: str, tools: Iterable[ServerTool], *, error: str | None) -> OutputMcpList:
@@ -246,11 +246,11 @@ async def _run(
         context.audit(client, request_context.address, AuditEvent.MCP_TOOL_CALLED, f"{server}/{tool}")
         return context.mcp.start_call(server, tool, arguments, client_id=client.client_id, on_end=on_end)
 
-    asked = CallMcpTool(
+    request = CallMcpTool(
         op="call_mcp_tool", session_id=place.session_id, call_id=call.call_id, server=server, tool=chosen.name
     )
     sink = _CallSink(call.call_id)
-    context.sessions.call_mcp_tool(client, asked, sink, start)
+    context.sessions.call_mcp_tool(client, request, sink, start)
     try:
         return await request_context.wait_for(sink.ended)
     finally:

@@ -69,12 +69,12 @@ class PreparedTurn:
 class CompactedInput:
     """A compacted conversation without its instructions.
 
-    ``item`` is its summary, the messages ``said`` stand for all that was said before the ``latest`` ones. ``stored``
-    are the messages of a conversation that keeps its items.
+    ``item`` is its summary, and the messages ``replacement`` replace all before the ``latest`` ones. ``stored`` are the
+    messages of a conversation that keeps its items.
     """
 
     item: OutputCompaction
-    said: tuple[ChatMessage, ...]
+    replacement: tuple[ChatMessage, ...]
     latest: tuple[ChatMessage, ...]
     stored: tuple[ChatMessage, ...] = ()
 
@@ -97,7 +97,7 @@ class _Previous:
 
     session_id: str
     turn_id: str
-    said: tuple[ChatMessage, ...]
+    messages: tuple[ChatMessage, ...]
     instructions: str | None
     stored: bool
     may_grow: bool
@@ -145,7 +145,7 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
     if compacted is None:
         found = _locate(context, client, request, question)
     elif request.conversation_name is None:
-        found = _open(context, client, request, (*compacted.said, *compacted.latest))
+        found = _open(context, client, request, (*compacted.replacement, *compacted.latest))
     else:
         found = _locate_compacted(context, client, request, compacted)
     place = found.place
@@ -207,7 +207,7 @@ def conversation_of(context: ServerContext, client: Principal, request: CreateRe
     if request.conversation_name is not None:
         before = find_conversation(context.sessions, client, request.conversation_name).context
     elif request.previous_response_id is not None:
-        before = _previous(context, client, request.previous_response_id).said
+        before = _previous(context, client, request.previous_response_id).messages
     return (*_system(request), *before, *request.messages)
 
 
@@ -219,7 +219,7 @@ def query_of(request: CreateResponse, messages: tuple[ChatMessage, ...]) -> Prom
 
 
 def start_turn(
-    context: ServerContext, client: Principal, asked: PreparedTurn, start: Callable[[Infer, str], object]
+    context: ServerContext, client: Principal, prepared: PreparedTurn, start: Callable[[Infer, str], object]
 ) -> None:
     """Start a turn with ``start``, which also gets its note; on an error a session opened for it is removed.
 
@@ -227,14 +227,14 @@ def start_turn(
         InferenceCenterError: See ``Sessions.infer``.
     """
     try:
-        start(asked.infer, asked.note)
+        start(prepared.infer, prepared.note)
     except InferenceCenterError:
-        if asked.opened:
-            close_session(context.sessions, client, asked.infer.session_id)
+        if prepared.opened:
+            close_session(context.sessions, client, prepared.infer.session_id)
         raise
-    if asked.moving is not None:
-        has_instructions = asked.echo.instructions is not None
-        asked.moving.move(context.sessions, client, asked.infer.session_id, has_instructions=has_instructions)
+    if prepared.moving is not None:
+        has_instructions = prepared.echo.instructions is not None
+        prepared.moving.move(context.sessions, client, prepared.infer.session_id, has_instructions=has_instructions)
 
 
 def _locate(
@@ -256,7 +256,7 @@ def _locate(
             return _Location(SessionMatch(previous.session_id, question[n_stored:]))
         forked = fork_session(sessions, client, previous.session_id, turn=previous.turn_id)
         return _Location(SessionMatch(forked, question), opened=True)
-    return _open(context, client, request, (*(previous.said if previous else ()), *question))
+    return _open(context, client, request, (*(previous.messages if previous else ()), *question))
 
 
 def _open(
@@ -311,11 +311,11 @@ def _locate_compacted(
         raise busy_conversation()
     question, latest = request.messages, compacted.latest
     summarized = question[: max(0, len(question) - len(latest))]
-    found = _locate_conversation(context, client, request, (*summarized, *compacted.said, *latest))
+    found = _locate_conversation(context, client, request, (*summarized, *compacted.replacement, *latest))
     sessions, session_id = context.sessions, found.place.session_id
     place = append_history(sessions, client, session_id, found.place.remaining)
     n_messages = len(sessions.snapshot(client, session_id).history.messages) + len(place.remaining)
-    sessions.hide_messages(client, session_id, n_messages - len(compacted.said) - len(latest))
+    sessions.hide_messages(client, session_id, n_messages - len(compacted.replacement) - len(latest))
     return replace(found, place=place)
 
 
@@ -339,15 +339,15 @@ def _previous(context: ServerContext, client: Principal, name: str) -> _Previous
         raise _lost()
     note = read_note(facts.note)
     if note is None:
-        said = (*facts.before, *facts.input_messages, facts.answer)
-        return _Previous(*place, said, instructions=None, stored=True, may_grow=True)
-    said = (*facts.before, *_question(facts.input_messages), *((facts.answer,) if note.generate else ()))
-    system = said if note.instructions is None else said[1:]
-    return _Previous(*place, system, instructions=note.instructions, stored=note.store, may_grow=note.generate)
+        messages = (*facts.before, *facts.input_messages, facts.answer)
+        return _Previous(*place, messages, instructions=None, stored=True, may_grow=True)
+    messages = (*facts.before, *_question(facts.input_messages), *((facts.answer,) if note.generate else ()))
+    history = messages if note.instructions is None else messages[1:]
+    return _Previous(*place, history, instructions=note.instructions, stored=note.store, may_grow=note.generate)
 
 
-def _question(asked: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    return () if asked == EMPTY_QUESTION else asked
+def _question(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    return () if messages == EMPTY_QUESTION else messages
 
 
 def _lost() -> InferenceCenterError:

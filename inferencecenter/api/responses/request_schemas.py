@@ -21,7 +21,7 @@ from pydantic import (
 
 from inferencecenter.api.body import text_only
 from inferencecenter.api.custom_tools import (
-    LARK_IS_TOLD,
+    LARK_NOT_ENFORCED,
     MAX_DEFINITION_CHARS,
     MAX_DESCRIPTION_CHARS,
     Syntax,
@@ -344,7 +344,7 @@ class _Gathering:
         self._reasoning: str | None = None
         self._content: str | None = None
         self._calls: list[ToolCall] = []
-        self._asked: set[str] = set()
+        self._calls_to_approve: set[str] = set()
 
     def take(self, item: Item) -> None:
         """Add the next item."""
@@ -375,12 +375,12 @@ class _Gathering:
         match item:
             case GivenApprovalRequest():
                 self._calls.append(item.call)
-                self._asked.add(item.call.call_id)
+                self._calls_to_approve.add(item.call.call_id)
             case ApprovalResponse(approve=False):
                 reason = f" {item.reason}" if item.reason else ""
                 self._answer(item.call_id, f"The user did not allow this call.{reason}")
             case GivenMcpCall():
-                if item.call.call_id not in self._asked:
+                if item.call.call_id not in self._calls_to_approve:
                     self._calls.append(item.call)
                 self._answer(item.call.call_id, item.result)
             case _:
@@ -1002,7 +1002,7 @@ RESPONSE_FIELDS: Final = FieldTable(
         FieldRule(
             field="tools[].format",
             values="some grammars with the syntax `lark`",
-            why=LARK_IS_TOLD,
+            why=LARK_NOT_ENFORCED,
             applies=lambda form, _: is_left_to_model(form),
             kept=True,
         ),

@@ -196,11 +196,11 @@ async def list_input_items(call: Call) -> Reply:
 
 def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document:
     note = read_note(facts.note)
-    said = facts.before if note is None or note.instructions is None else facts.before[1:]
-    asked = () if facts.input_messages == EMPTY_QUESTION else facts.input_messages
+    history = facts.before if note is None or note.instructions is None else facts.before[1:]
+    question = () if facts.input_messages == EMPTY_QUESTION else facts.input_messages
     tools = {} if note is None else note.tools_by_name
     mcp_tools = {} if note is None else note.mcp_by_name
-    items = input_items((*said, *asked), place.turn_id, tools=tools, mcp_tools=mcp_tools)
+    items = input_items((*history, *question), place.turn_id, tools=tools, mcp_tools=mcp_tools)
     return document(page_of(items, query).model_dump())
 
 
@@ -211,10 +211,10 @@ async def _complete(call: Call, request: CreateResponse) -> Response:
         InferenceCenterError: The response failed.
     """
     context = call.context
-    asked = await _prepare(call, request)
-    builder = _event_builder(call, request, asked)
+    prepared = await _prepare(call, request)
+    builder = _event_builder(call, request, prepared)
     with RequestTurns(context, call.request_context, discard=not request.store) as turns:
-        _begin(call, asked, turns)
+        _begin(call, prepared, turns)
         async for batch in turns.batches():
             for _, event in batch:
                 _check_failed(event)
@@ -229,14 +229,14 @@ async def _complete(call: Call, request: CreateResponse) -> Response:
 async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes, None]:
     """Stream a response."""
     context = call.context
-    asked = await _prepare(call, request)
-    builder = _event_builder(call, request, asked)
+    prepared = await _prepare(call, request)
+    builder = _event_builder(call, request, prepared)
 
     def encoded(_turn: int, event: Event) -> bytes:
         return b"".join([sse.event(frame.data, name=frame.type) for frame in builder.feed(event)])
 
     with RequestTurns(context, call.request_context, discard=not request.store) as turns:
-        _begin(call, asked, turns)
+        _begin(call, prepared, turns)
         turns.write_through(encoded)
         try:
             async for batch in turns.batches():
@@ -255,8 +255,8 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
 async def _streamed_in_background(call: Call, request: CreateResponse) -> AsyncGenerator[bytes, None]:
     """Stream a response that continues, and whose events are recorded, when the client disconnects."""
     context, client = call.context, call.caller.client
-    asked = await _prepare(call, request)
-    builder = _event_builder(call, request, asked)
+    prepared = await _prepare(call, request)
+    builder = _event_builder(call, request, prepared)
     recordings = context.stream_recordings
     recording = recordings.begin(client.client_id)
 
@@ -276,10 +276,10 @@ async def _streamed_in_background(call: Call, request: CreateResponse) -> AsyncG
             # Not at once: a session may be in the middle of publishing the end of a turn.
             asyncio.get_running_loop().call_soon(context.sessions.detach, sink)
 
-    sink = TurnSink(builder, asked.infer.session_id, on_event=record, outlived=True)
-    infer = asked.infer.model_copy(update={"traceparent": call.caller.traceparent})
+    sink = TurnSink(builder, prepared.infer.session_id, on_event=record, outlived=True)
+    infer = prepared.infer.model_copy(update={"traceparent": call.caller.traceparent})
     try:
-        start_turn(context, client, asked, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
+        start_turn(context, client, prepared, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
     except InferenceCenterError:
         recordings.discard(recording)
         raise
@@ -322,10 +322,10 @@ def _keepalive(call: Call, *, store: bool) -> bytes:
 async def _start_in_background(call: Call, request: CreateResponse) -> Document:
     """Start a response in the background, and return its initial state."""
     context = call.context
-    asked = await _prepare(call, request)
-    builder = _event_builder(call, request, asked)
+    prepared = await _prepare(call, request)
+    builder = _event_builder(call, request, prepared)
     with RequestTurns(context, call.request_context, outlived=True) as turns:
-        _begin(call, asked, turns)
+        _begin(call, prepared, turns)
         async for batch in turns.batches():
             for _, event in batch:
                 _check_failed(event)
@@ -335,7 +335,7 @@ async def _start_in_background(call: Call, request: CreateResponse) -> Document:
     if builder.final is not None:
         return _document(builder.final)
     assert builder.place is not None, "the first event of a turn sets its place"
-    return _document(response_of(asked.echo, builder.place, status="queued"))
+    return _document(response_of(prepared.echo, builder.place, status="queued"))
 
 
 async def _prepare(call: Call, request: CreateResponse) -> PreparedTurn:
@@ -358,18 +358,18 @@ async def _prepare(call: Call, request: CreateResponse) -> PreparedTurn:
     )
 
 
-def _event_builder(call: Call, request: CreateResponse, asked: PreparedTurn) -> ResponseEventBuilder:
+def _event_builder(call: Call, request: CreateResponse, prepared: PreparedTurn) -> ResponseEventBuilder:
     return ResponseEventBuilder(
-        asked.echo,
+        prepared.echo,
         top_logprobs=request.top_logprobs or 0,
         clock=call.context.clock,
-        first_items=asked.first_items,
-        mcp_tools=asked.mcp_tools,
+        first_items=prepared.first_items,
+        mcp_tools=prepared.mcp_tools,
     )
 
 
-def _begin(call: Call, asked: PreparedTurn, turns: RequestTurns) -> None:
-    start_turn(call.context, call.caller.client, asked, lambda infer, note: turns.begin(infer, note=note))
+def _begin(call: Call, prepared: PreparedTurn, turns: RequestTurns) -> None:
+    start_turn(call.context, call.caller.client, prepared, lambda infer, note: turns.begin(infer, note=note))
 
 
 def _check_failed(event: Event) -> None:

@@ -112,8 +112,8 @@ class _Item:
         if self.kind == _THOUGHTS:
             thoughts = () if empty else (ThoughtText(text=text),)
             return OutputReasoning(id=self.name, status=state, content=thoughts)
-        said = () if empty else (OutputText(text=text, logprobs=tuple(self.logprobs)),)
-        return OutputMessage(id=self.name, status=state, content=said)
+        content = () if empty else (OutputText(text=text, logprobs=tuple(self.logprobs)),)
+        return OutputMessage(id=self.name, status=state, content=content)
 
 
 class ResponseEventBuilder:
@@ -201,8 +201,8 @@ class ResponseEventBuilder:
             if answer.content or not answer.tool_calls:
                 frames += self.feed(events.Token(**turn, content=answer.content))
             for index, call in enumerate(answer.tool_calls or ()):
-                said = {"index": index, "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
-                frames += self.feed(events.ToolCall(**turn, **said))
+                fields = {"index": index, "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+                frames += self.feed(events.ToolCall(**turn, **fields))
         frames += self._close("completed" if final.status == "completed" else "incomplete")
         self._final = final
         ends = {"completed": "response.completed", "failed": "response.failed"}

@@ -274,8 +274,8 @@ def output_of(
         thoughts = (ThoughtText(text=answer.reasoning),)
         items.append(OutputReasoning(id=item_id("rs", turn_id), status="completed", content=thoughts))
     if answer.content or not answer.tool_calls:
-        said = (OutputText(text=answer.content),)
-        items.append(OutputMessage(id=item_id("msg", turn_id), status="completed", content=said))
+        content = (OutputText(text=answer.content),)
+        items.append(OutputMessage(id=item_id("msg", turn_id), status="completed", content=content))
     counts: Counter[str] = Counter()
     for call in answer.tool_calls or ():
         if (of_server := mcp_tools.get(call.name)) is not None:
@@ -325,8 +325,8 @@ def _call_item(name: str, call: ToolCall, offered: CallableTool | None) -> Outpu
     """Return the item of a call, with this id."""
     names = names_of(call.name, offered)
     if is_custom(offered):
-        given = input_of(call.arguments)
-        return OutputCustomCall(id=name, call_id=call.call_id, **names, input=given, status="completed")
+        text = input_of(call.arguments)
+        return OutputCustomCall(id=name, call_id=call.call_id, **names, input=text, status="completed")
     return OutputCall(id=name, call_id=call.call_id, **names, arguments=call.arguments, status="completed")
 
 

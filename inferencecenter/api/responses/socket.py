@@ -403,7 +403,7 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         compacted: CompactedInput | None = None,
     ) -> TurnSink[ResponseEventBuilder]:
         context, client, request = self.context, self.client, queued.request
-        asked = prepare_turn(
+        prepared = prepare_turn(
             context,
             client,
             request,
@@ -413,19 +413,19 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             compacted=compacted,
         )
         builder = ResponseEventBuilder(
-            asked.echo,
+            prepared.echo,
             top_logprobs=request.top_logprobs or 0,
             clock=context.clock,
             stream_id=request.stream_id,
             generate=request.generate,
-            first_items=asked.first_items,
-            mcp_tools=asked.mcp_tools,
+            first_items=prepared.first_items,
+            mcp_tools=prepared.mcp_tools,
         )
         sink = TurnSink(
-            builder, asked.infer.session_id, on_event=partial(self._on_turn_event, stream), outlived=request.store
+            builder, prepared.infer.session_id, on_event=partial(self._on_turn_event, stream), outlived=request.store
         )
-        infer = asked.infer.model_copy(update={"traceparent": self.traceparent})
-        start_turn(context, client, asked, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
+        infer = prepared.infer.model_copy(update={"traceparent": self.traceparent})
+        start_turn(context, client, prepared, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
         return sink
 
     def _on_turn_event(self, stream: ResponseStream, sink: TurnSink[ResponseEventBuilder], event: Event) -> None:
