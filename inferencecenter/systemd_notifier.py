@@ -84,13 +84,13 @@ def _one_line(value: str | int) -> str:
 
 
 def _watchdog_s(environment: Mapping[str, str], *, pid: int) -> float | None:
-    given = environment.get("WATCHDOG_USEC", "")
-    if not given or environment.get("WATCHDOG_PID", str(pid)) != str(pid):
+    interval_us = environment.get("WATCHDOG_USEC", "")
+    if not interval_us or environment.get("WATCHDOG_PID", str(pid)) != str(pid):
         return None
-    if not given.isascii() or not given.isdecimal() or int(given) == 0:
-        _log.warning("watchdog_usec_unknown", value=given)
+    if not interval_us.isascii() or not interval_us.isdecimal() or int(interval_us) == 0:
+        _log.warning("watchdog_usec_unknown", value=interval_us)
         return None
-    return int(given) / _US_PER_S
+    return int(interval_us) / _US_PER_S
 
 
 class ReportedEngine(Protocol):

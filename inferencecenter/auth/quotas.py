@@ -314,10 +314,10 @@ class AccessQuotas:
     def _make(self, client_id: str, token_id: str, own: AccessLimits) -> AccessQuota:
         if len(self._own_limits) >= self._sweep_at:
             self._forget_unused()
-        made = AccessQuota(clock=self._clock, monotonic=self._monotonic)
-        self._quotas[client_id][token_id] = made
+        quota = AccessQuota(clock=self._clock, monotonic=self._monotonic)
+        self._quotas[client_id][token_id] = quota
         self._set(client_id, token_id, own)
-        return made
+        return quota
 
     def _forget_unused(self) -> None:
         """Drop unused quotas, as an external service may know any number of clients and tokens.

@@ -146,12 +146,16 @@ def placement(settings: Settings) -> list[Check]:
             return []
         spec = default_model(settings)
         shape = read_shape(spec.path, spec.lora, spec.draft)
-        made = plan(shape, devices, read_host(), constraints_of(spec.engine, settings.gpu, shape, spec.kind))
+        placement_plan = plan(shape, devices, read_host(), constraints_of(spec.engine, settings.gpu, shape, spec.kind))
     except InferenceCenterError as error:
         return [Check("plan", CheckResult.FAILED, error.message, error.hint or "", error.code)]
-    detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)
-    hint = " ".join(made.advice) if not made.fits else "`inferencecenter doctor --plan MODEL` explains it."
-    return [Check("plan", CheckResult.OK if made.fits else CheckResult.WARNING, detail, hint)]
+    detail = "; ".join(f"{reason.name}: {reason.value}" for reason in placement_plan.reasons)
+    hint = (
+        " ".join(placement_plan.advice)
+        if not placement_plan.fits
+        else "`inferencecenter doctor --plan MODEL` explains it."
+    )
+    return [Check("plan", CheckResult.OK if placement_plan.fits else CheckResult.WARNING, detail, hint)]
 
 
 def cores() -> Check:

@@ -69,14 +69,14 @@ def show_plan(
     host = read_host()
     if ram_bytes is not None:
         host = replace(host, available_bytes=ram_bytes)
-    made = plan(shape, devices, host, constraints)
+    placement = plan(shape, devices, host, constraints)
     if as_json:
-        print_json(as_data(shape, made, constraints, host))
+        print_json(as_data(shape, placement, constraints, host))
         return
-    for table in (_numbers(shape, made), _memory(made, constraints, host.available_bytes)):
+    for table in (_numbers(shape, placement), _memory(placement, constraints, host.available_bytes)):
         stdout.print(table)
-    for line in made.advice:
-        stdout.print(Text(line, style="" if made.fits else "bold red"), soft_wrap=True)
+    for line in placement.advice:
+        stdout.print(Text(line, style="" if placement.fits else "bold red"), soft_wrap=True)
 
 
 def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
@@ -87,7 +87,9 @@ def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
     )
 
 
-def as_data(shape: ModelShape, made: PlacementPlan, constraints: PlacementConstraints, host: Host) -> dict[str, Any]:
+def as_data(
+    shape: ModelShape, placement: PlacementPlan, constraints: PlacementConstraints, host: Host
+) -> dict[str, Any]:
     """Return a plan as JSON data: as ``status`` reports it for a loaded model, with llama.cpp's parameters."""
     return {
         "model": {
@@ -97,31 +99,31 @@ def as_data(shape: ModelShape, made: PlacementPlan, constraints: PlacementConstr
             "layers": shape.n_layers,
             "bytes": shape.bytes,
         },
-        **plan_report(made, model=shape, host=host, constraints=constraints).model_dump(),
-        "main_gpu": made.main_gpu,
-        "tensor_split": made.tensor_split,
-        "cpu_tensors": made.cpu_tensors,
-        "host_bytes": made.demand.host_bytes,
+        **plan_report(placement, model=shape, host=host, constraints=constraints).model_dump(),
+        "main_gpu": placement.main_gpu,
+        "tensor_split": placement.tensor_split,
+        "cpu_tensors": placement.cpu_tensors,
+        "host_bytes": placement.demand.host_bytes,
     }
 
 
-def _numbers(shape: ModelShape, made: PlacementPlan) -> Table:
+def _numbers(shape: ModelShape, placement: PlacementPlan) -> Table:
     title = f"{shape.name}: {shape.architecture}, {shape.n_layers} layers, {mib(shape.bytes)} of weights"
     table = Table("", "plan", "why", title=title, title_justify="left")
-    for reason in made.reasons:
+    for reason in placement.reasons:
         table.add_row(reason.name, Text(reason.value, style="bold" if reason.explicit else ""), reason.why)
     return table
 
 
-def _memory(made: PlacementPlan, constraints: PlacementConstraints, available_bytes: int | None) -> Table:
-    columns = ("memory", "weights", "KV", "buffers", "driver", "together", "margin", "free now")
+def _memory(placement: PlacementPlan, constraints: PlacementConstraints, available_bytes: int | None) -> Table:
+    columns = ("memory", "weights", "KV", "buffers", "driver", "total", "margin", "free now")
     table = Table(*columns, title="Memory use", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    for device, demand in zip(made.devices, made.demand.devices, strict=True):
+    for device, demand in zip(placement.devices, placement.demand.devices, strict=True):
         parts = (demand.weight_bytes, demand.kv_bytes, demand.compute_bytes, demand.context_bytes, demand.bytes)
         table.add_row(device.name, *map(mib, parts), mib(margin_bytes(device, constraints)), mib(device.free_bytes))
-    host = made.demand
+    host = placement.demand
     own = map(mib, (host.host_weight_bytes, host.host_kv_bytes, host.host_compute_bytes))
     table.add_row("host", *own, "", mib(host.host_bytes), "", "" if available_bytes is None else mib(available_bytes))
     return table

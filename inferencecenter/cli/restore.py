@@ -99,16 +99,16 @@ def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
     with contextlib.ExitStack() as leftovers:
         copies = [(path, state_dir / f"{path.name}.restoring") for path in found]
         try:
-            for path, made in copies:
-                made.unlink(missing_ok=True)
-                leftovers.callback(made.unlink, missing_ok=True)
-                copy(path, made)
+            for path, new_file in copies:
+                new_file.unlink(missing_ok=True)
+                leftovers.callback(new_file.unlink, missing_ok=True)
+                copy(path, new_file)
                 if path.name == SESSIONS_NAME:
-                    _mark_old(made)
-            for path, made in copies:
+                    _mark_old(new_file)
+            for path, new_file in copies:
                 target = state_dir / path.name
                 aside = aside_name(target, "before-restore") if database_exists(target) else None
-                replace_file(made, target, aside=aside)
+                replace_file(new_file, target, aside=aside)
                 if aside is not None:
                     kept[target.name] = aside.name
         except (OSError, sqlite3.Error) as error:

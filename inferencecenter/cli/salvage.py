@@ -67,12 +67,12 @@ def _is_whole(path: Path) -> bool:
 
 
 def _salvage(path: Path) -> tuple[SalvageReport, Path]:
-    made = path.with_name(f"{path.name}.salvaging")
+    new_file = path.with_name(f"{path.name}.salvaging")
     with contextlib.ExitStack() as leftovers:
-        leftovers.callback(made.unlink, missing_ok=True)
+        leftovers.callback(new_file.unlink, missing_ok=True)
         try:
-            made.unlink(missing_ok=True)
-            report = salvage(path, made)
+            new_file.unlink(missing_ok=True)
+            report = salvage(path, new_file)
             if not report.n_saved:
                 raise unavailable(
                     f"no session of {path} can be read",
@@ -80,7 +80,7 @@ def _salvage(path: Path) -> tuple[SalvageReport, Path]:
                     " daemon runs, which forgets all sessions.",
                 )
             aside = aside_name(path, "damaged")
-            replace_file(made, path, aside=aside, write_back=False)
+            replace_file(new_file, path, aside=aside, write_back=False)
         except (OSError, sqlite3.Error) as error:
             raise unavailable(f"{path} cannot be salvaged: {reason_of(error)}", "Check the free disk space.") from error
     return report, aside

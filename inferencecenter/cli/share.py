@@ -47,10 +47,10 @@ def create(  # noqa: PLR0913 - one argument an option
     """
     daemon = _daemon(url, token, token_file, config, state_dir)
     expires_in_s = None if expires_in is None else duration_s(expires_in)
-    made = _run(daemon, lambda client: client.create_share(session_id, expires_in_s=expires_in_s))
-    link = share_link(daemon.url, made.share.share_id, made.share_token)
+    created = _run(daemon, lambda client: client.create_share(session_id, expires_in_s=expires_in_s))
+    link = share_link(daemon.url, created.share.share_id, created.share_token)
     if json:
-        print_json(made.share.model_dump() | {"link": link})
+        print_json(created.share.model_dump() | {"link": link})
     else:
         typer.echo(link)
 
@@ -70,7 +70,7 @@ def list_shares(  # noqa: PLR0913 - one argument an option
     if json:
         print_json([each.model_dump() for each in shares])
         return
-    print_rows(["share_id", "session_id", "title", "messages", "made", "expires"], map(_cells, shares))
+    print_rows(["share_id", "session_id", "title", "messages", "created", "expires"], map(_cells, shares))
 
 
 @app.command("revoke")

@@ -94,15 +94,15 @@ def create(  # noqa: PLR0913 - one argument an option
                 f"client {client!r} already exists",
                 hint="Omit --scope, --max-sessions, --priority and --retention-days, or name a new client.",
             )
-        made = accounts.create_token(client, name=name, expires_at=expires_at, limits=limits)
+        new_token = accounts.create_token(client, name=name, expires_at=expires_at, limits=limits)
     if json:
         of_token = {"client_id": client, "name": name, "expires_at": expires_at, "limits": limits.given()}
-        print_json({**asdict(made), **of_token})
+        print_json({**asdict(new_token), **of_token})
     elif stdout.is_terminal:
-        stdout.print(Text.assemble((made.token, "bold")), soft_wrap=True)
-        stdout.print("It is not shown again. Revoke it with", f"`inferencecenter token revoke {made.token_id}`.")
+        stdout.print(Text.assemble((new_token.token, "bold")), soft_wrap=True)
+        stdout.print("It is not shown again. Revoke it with", f"`inferencecenter token revoke {new_token.token_id}`.")
     else:
-        typer.echo(made.token)
+        typer.echo(new_token.token)
 
 
 @app.command("list")
@@ -120,7 +120,7 @@ def list_tokens(
     if json:
         print_json([plain(token) for token in tokens])
         return
-    columns = (Column("token_id", no_wrap=True), "client", "name", "made", "expires", "last used", "state", "limits")
+    columns = (Column("token_id", no_wrap=True), "client", "name", "created", "expires", "last used", "state", "limits")
     stdout.print(text_table(columns, map(_cells, tokens)))
 
 
@@ -166,17 +166,17 @@ def rotate(
     """Replace a token by a new one with the same name, expiry and limits, and print it; it is not shown again."""
     settings = load_settings(config, given(state_dir=state_dir))
     with open_accounts(settings) as accounts:
-        made = accounts.rotate_token(token_id)
-    if made is None:
+        new_token = accounts.rotate_token(token_id)
+    if new_token is None:
         raise _not_valid(token_id)
     notified = control.notify_tokens_changed(settings.state_dir)
     if json:
-        print_json({**asdict(made), "revoked": token_id, "daemon_notified": notified})
+        print_json({**asdict(new_token), "revoked": token_id, "daemon_notified": notified})
     elif stdout.is_terminal:
-        stdout.print(Text.assemble((made.token, "bold")), soft_wrap=True)
+        stdout.print(Text.assemble((new_token.token, "bold")), soft_wrap=True)
         stdout.print(f"It is not shown again. {token_id} is revoked.")
     else:
-        typer.echo(made.token)
+        typer.echo(new_token.token)
 
 
 @app.command("revoke")

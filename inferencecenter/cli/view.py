@@ -107,7 +107,7 @@ class TerminalView:
     def __init__(self, console: Console, *, model: str | None = None) -> None:
         self._console = console
         self._model = model
-        self._news: dict[type[ModelChanged | Thermal], str] = {}
+        self._pending_changes: dict[type[ModelChanged | Thermal], str] = {}
         self._status = console.status("waiting", spinner_style="dim")
         self._shows_turn = False
         self._thinks = False
@@ -118,7 +118,7 @@ class TerminalView:
     def begin(self) -> None:
         """Start the spinner."""
         self._shows_turn, self._thinks = True, False
-        self._print_news()
+        self._print_changes()
         self._wait("waiting")
         self._status.start()
 
@@ -159,7 +159,7 @@ class TerminalView:
         if isinstance(notice, EngineChanged) and notice.model not in (None, self._model):
             return
         if isinstance(notice, ModelChanged | Thermal):
-            self._queue_news(notice)
+            self._queue_change(notice)
             return
         self._remove_notice()
         self._notice = describe_notice(notice)
@@ -173,19 +173,19 @@ class TerminalView:
         self._status.stop()
         self._shows_turn, self._column = False, None
         self._console.print()
-        self._print_news()
+        self._print_changes()
 
-    def _queue_news(self, news: ModelChanged | Thermal) -> None:
+    def _queue_change(self, change: ModelChanged | Thermal) -> None:
         """Show a notification at once if neither the model nor the user is writing."""
-        if isinstance(news, ModelChanged) and self._model is not None:
+        if isinstance(change, ModelChanged) and self._model is not None:
             return
-        self._news[type(news)] = describe_news(news)
+        self._pending_changes[type(change)] = describe_change(change)
         if self._shows_turn and self._column is None:
-            self._print_news()
+            self._print_changes()
 
-    def _print_news(self) -> None:
-        news, self._news = self._news, {}
-        for line in news.values():
+    def _print_changes(self) -> None:
+        changes, self._pending_changes = self._pending_changes, {}
+        for line in changes.values():
             self._console.print(Text(line.translate(_CONTROLS), style="dim"), soft_wrap=True)
 
     def _wait(self, why: str) -> None:
@@ -253,12 +253,12 @@ def describe_notice(notice: Notice) -> str:
     return ""
 
 
-def describe_news(news: ModelChanged | Thermal) -> str:
+def describe_change(change: ModelChanged | Thermal) -> str:
     """Return the change as one line."""
-    if isinstance(news, ModelChanged):
-        return f"{news.model} is the model from now on, with a context of {news.n_ctx} tokens"
-    temperature = "" if news.temp is None else f" at {news.temp:.0f} °C"
-    return f"the GPU is {news.state}{temperature}: {news.action}"
+    if isinstance(change, ModelChanged):
+        return f"{change.model} is the model from now on, with a context of {change.n_ctx} tokens"
+    temperature = "" if change.temp is None else f" at {change.temp:.0f} °C"
+    return f"the GPU is {change.state}{temperature}: {change.action}"
 
 
 def sessions_table(sessions: Sequence[SessionSummary], *, current: str | None) -> Table:
@@ -278,13 +278,13 @@ def sessions_table(sessions: Sequence[SessionSummary], *, current: str | None) -
 def describe_past(resumed: SessionResumed) -> Text:
     """Return the end of a resumed conversation: the last prompt, and its answer if complete."""
     messages = resumed.transcript or ()
-    asked = max((index for index, message in enumerate(messages) if message.role == "user"), default=None)
-    if asked is None:
+    last_question = max((index for index, message in enumerate(messages) if message.role == "user"), default=None)
+    if last_question is None:
         return Text("no messages yet", style="dim")
-    earlier = sum(message.role == "user" for message in messages[:asked])
+    earlier = sum(message.role == "user" for message in messages[:last_question])
     lines = [f"{earlier} earlier questions" if earlier != 1 else "1 earlier question"] if earlier else []
-    lines.append(f"> {messages[asked].content}")
-    lines += [message.content for message in messages[asked + 1 :]]
+    lines.append(f"> {messages[last_question].content}")
+    lines += [message.content for message in messages[last_question + 1 :]]
     return Text("\n".join(lines).translate(_CONTROLS), style="dim")
 
 

@@ -214,8 +214,8 @@ def _environment() -> dict[str, Any]:
             hint = f"Did you mean {close[0]}?" if close else "docs/configuration.md lists the names."
             raise _invalid(f"environment: unknown variable {name}", hint=hint)
     values = _Environment(Settings)()
-    if isinstance(given := values.get("params"), dict):
-        values["params"] = {name: _decoded(value) for name, value in given.items()}
+    if isinstance(texts := values.get("params"), dict):
+        values["params"] = {name: _decoded(value) for name, value in texts.items()}
     return values
 
 

@@ -46,19 +46,19 @@ def _base_path(value: str) -> str:
 
 
 def _state_dir() -> Path:
-    given = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
-    return Path(given) if given else platformdirs.user_state_path(APP_NAME)
+    directory = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+    return Path(directory) if directory else platformdirs.user_state_path(APP_NAME)
 
 
 def _models_dir() -> Path:
-    given = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
-    return Path(given) / "models" if given else platformdirs.user_data_path(APP_NAME) / "models"
+    directory = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+    return Path(directory) / "models" if directory else platformdirs.user_data_path(APP_NAME) / "models"
 
 
 def _kv_ram_dir() -> Path:
-    given = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
-    if given:
-        return Path(given) / "kv"
+    directory = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0]
+    if directory:
+        return Path(directory) / "kv"
     return Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - a directory writable by other users is refused
 
 

@@ -362,15 +362,15 @@ class EmbeddingLoop(CommandLoop):
             InferenceCenterError: ``prompt_too_long``, or ``invalid_request`` for an input that has no tokens, or
                 numbers that are none.
         """
-        given, number = embed.inputs[index], embed.done + index
+        embedding_input, number = embed.inputs[index], embed.done + index
         name = f"input.{number}" if embed.query is None else f"documents.{number}"
         tokens: Sequence[int]
-        if not given.text:
-            tokens = unpack_tokens(given.tokens)
+        if not embedding_input.text:
+            tokens = unpack_tokens(embedding_input.tokens)
         elif embed.query is None:
-            tokens = self._embedder.sequence(given.text)
+            tokens = self._embedder.sequence(embedding_input.text)
         else:
-            tokens = self._embedder.pair(embed.query, given.text)
+            tokens = self._embedder.pair(embed.query, embedding_input.text)
         model = self._embedder.model
         unknown = next((token for token in tokens if not 0 <= token < model.n_vocab), None)
         if unknown is not None:
@@ -379,10 +379,10 @@ class EmbeddingLoop(CommandLoop):
             )
         if not tokens:
             raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"{name} is empty", field=name)
-        if len(tokens) > model.n_ctx and embed.truncate and given.text and embed.query is None:
+        if len(tokens) > model.n_ctx and embed.truncate and embedding_input.text and embed.query is None:
             tokens = self._truncated(tokens)
         if len(tokens) > model.n_ctx:
-            begin = f" (it begins with {given.text[:_SHOWN_CHARS]!r})" if given.text else ""
+            begin = f" (it begins with {embedding_input.text[:_SHOWN_CHARS]!r})" if embedding_input.text else ""
             raise InferenceCenterError(
                 ErrorCode.PROMPT_TOO_LONG,
                 f"{name} has {len(tokens)} tokens{begin}; this model's maximum context length is {model.n_ctx} tokens",

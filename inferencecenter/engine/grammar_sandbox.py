@@ -196,12 +196,12 @@ def main() -> int:
 
     _reply("ready")
     os.nice(_NICE)
-    for asked in lines:
+    for request in lines:
         before_bytes = resident_bytes()
         reasons.clear()
         limit_cpu(2 * TIMEOUT_S)
         # On a thread, whose stack has the configured size.
-        thread = threading.Thread(target=compile_one, args=asked)
+        thread = threading.Thread(target=compile_one, args=request)
         thread.start()
         thread.join()
         _reply([max(0, resident_bytes() - before_bytes), reasons[0] if reasons else None])

@@ -49,8 +49,8 @@ def library_dir() -> Path | None:
 
     They are named by the environment, installed as a package of their own, or part of the bindings.
     """
-    if given := os.environ.get(LIBRARY_PATH):
-        return Path(given)
+    if configured := os.environ.get(LIBRARY_PATH):
+        return Path(configured)
     for package in (_LIBRARIES, _BINDINGS):
         spec = find_spec(package)
         for place in () if spec is None else spec.submodule_search_locations or ():

@@ -385,9 +385,9 @@ class _Search:
 
     def _layer_counts(self) -> Sequence[int]:
         everything = self._model.n_layers + 1
-        asked = self._constraints.n_gpu_layers
-        if asked >= 0:
-            return [min(asked, everything) if self._teams else 0]
+        requested = self._constraints.n_gpu_layers
+        if requested >= 0:
+            return [min(requested, everything) if self._teams else 0]
         limit = self._constraints.most_gpu_layers
         most = everything if limit is None else min(limit, everything)
         return range(most, -1, -1) if self._teams else [0]

@@ -427,10 +427,10 @@ class McpGateway:
     ) -> ToolOutcome:
         timeout_s = server.settings.timeout_s
         try:
-            given = orjson.loads(arguments or "{}")
+            parsed = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:
-            given = None
-        if not isinstance(given, dict):
+            parsed = None
+        if not isinstance(parsed, dict):
             return ToolOutcome("failed", detail="the arguments are not a JSON object")
         with server.queue_of(client_id) as queue:
             try:
@@ -439,7 +439,7 @@ class McpGateway:
             except TimeoutError:
                 return ToolOutcome("failed", detail=f"no other call of this account ended within {timeout_s:g} s")
             try:
-                return await self._run(call, server, tool, given, client_id)
+                return await self._run(call, server, tool, parsed, client_id)
             finally:
                 queue.slots.release()
 
@@ -515,8 +515,8 @@ class McpGateway:
             if server.is_retired:
                 raise McpUnreachableError("the operator changed or removed it")
             self._evict_idle(server)
-            made = self._connect(server.settings, self._tasks, server.tools_changed)
-            pooled = server.pool[client_id] = _PooledConnection(made)
+            connection = self._connect(server.settings, self._tasks, server.tools_changed)
+            pooled = server.pool[client_id] = _PooledConnection(connection)
         pooled.n_users += 1
         _stop_timer(pooled)
         try:

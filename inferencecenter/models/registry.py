@@ -314,11 +314,11 @@ def _aliases(settings: Settings, models: Collection[str], *, default: str) -> di
     Raises:
         InferenceCenterError: ``invalid_config`` for one that names two models.
     """
-    given = [(alias, default, "model.aliases") for alias in settings.model.aliases]
+    pairs = [(alias, default, "model.aliases") for alias in settings.model.aliases]
     for name, entry in settings.models.items():
-        given += [(alias, name, f"models.{name}.aliases") for alias in entry.aliases]
+        pairs += [(alias, name, f"models.{name}.aliases") for alias in entry.aliases]
     aliases: dict[str, str] = {}
-    for alias, name, where in given:
+    for alias, name, where in pairs:
         other = alias if alias in models else aliases.get(alias, name)
         if other != name:
             raise _invalid(

@@ -326,9 +326,9 @@ class ServerContext:
         event = event_factory.engine_changed(engine, model=None if name == self.models.default else name)
         if event is None or event == self.last_engine_events.get(name):
             return
-        is_news = name in self.last_engine_events or event.model is None or event.state != "asleep"
+        is_relevant = name in self.last_engine_events or event.model is None or event.state != "asleep"
         self.last_engine_events[name] = event
-        if is_news:  # no news: a model that was never used is asleep
+        if is_relevant:  # not a model that is asleep because it was never used
             self.hub.broadcast(event)
 
     def storage_changed(self, fault: StorageFault | None) -> None:

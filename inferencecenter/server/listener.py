@@ -413,13 +413,13 @@ def inherited_sockets(environment: Mapping[str, str], *, pid: int) -> list[socke
     """
     if environment.get("LISTEN_PID") != str(pid):
         return []
-    given = environment.get("LISTEN_FDS", "")
-    if not given.isascii() or not given.isdecimal():
-        raise _unusable(f"LISTEN_FDS is {given!r}, which is no number")
+    count = environment.get("LISTEN_FDS", "")
+    if not count.isascii() or not count.isdecimal():
+        raise _unusable(f"LISTEN_FDS is {count!r}, which is no number")
     names = environment.get("LISTEN_FDNAMES", "").split(":")
     sockets: list[socket.socket] = []
     try:
-        for index in range(int(given)):
+        for index in range(int(count)):
             name = names[index] if index < len(names) else ""
             sockets.append(_listening(FIRST_FD + index, name))
     except InferenceCenterError:

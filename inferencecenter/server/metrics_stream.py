@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MAX_AGE_S: Final = 2.0
-GPU_PATIENCE_S: Final = 1.0
+GPU_TIMEOUT_S: Final = 1.0
 _NO_ANSWER: Final = Gpus(problem="the driver does not answer")
 
 
@@ -37,7 +37,7 @@ class GpuCache:
 
     Args:
         read: Returns readings of all GPUs; blocks for some milliseconds, or forever.
-        patience_s: Timeout of a caller, which then gets no GPUs.
+        timeout_s: Timeout of a caller, which then gets no GPUs.
         monotonic: Monotonic seconds.
     """
 
@@ -45,11 +45,11 @@ class GpuCache:
         self,
         read: Callable[[], Gpus] = read_gpus,
         *,
-        patience_s: float = GPU_PATIENCE_S,
+        timeout_s: float = GPU_TIMEOUT_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read = read
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._monotonic = monotonic
         self._tasks = TaskGroup("gpus")
         self._gpus = Gpus()
@@ -62,7 +62,7 @@ class GpuCache:
             return self._gpus
         if self._reading is None:
             self._reading = self._tasks.spawn(self._look(), name="read")
-        done, _ = await asyncio.wait([self._reading], timeout=self._patience_s)
+        done, _ = await asyncio.wait([self._reading], timeout=self._timeout_s)
         return self._gpus if done else _NO_ANSWER
 
     async def close(self) -> None:

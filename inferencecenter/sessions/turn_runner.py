@@ -583,10 +583,10 @@ def _failure_of(turn_id: str, error: InferenceCenterError) -> Failed:
 def _with_field(failure: Failed, request: Infer) -> Failed:
     """Return a failure with the field of the grammar that the engine refused, if only one can have been."""
     forms = [name for name in ("json_schema", "regex", "grammar") if getattr(request, name) is not None]
-    given = ["tools", *forms] if request.tools else forms
-    if failure.code != ErrorCode.INVALID_GRAMMAR or failure.field is not None or len(given) != 1:
+    fields = ["tools", *forms] if request.tools else forms
+    if failure.code != ErrorCode.INVALID_GRAMMAR or failure.field is not None or len(fields) != 1:
         return failure
-    return msgspec.structs.replace(failure, field=given[0])
+    return msgspec.structs.replace(failure, field=fields[0])
 
 
 def _prompt_too_long(event: ContextFull, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:

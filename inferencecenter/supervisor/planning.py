@@ -153,7 +153,7 @@ class Planner:
         self._unknown = False
         self._plan: PlacementPlan | None = None
         self._report: EnginePlan | None = None
-        self._given_layers: int | None = None
+        self._planned_layers: int | None = None
         self._compared_pid = 0
 
     @property
@@ -183,7 +183,7 @@ class Planner:
         Raises:
             InferenceCenterError: ``invalid_config`` for a configured GPU that does not exist.
         """
-        if self._given_layers is not None and options.n_gpu_layers < self._given_layers:
+        if self._planned_layers is not None and options.n_gpu_layers < self._planned_layers:
             self._constraints = replace(self._constraints, most_gpu_layers=options.n_gpu_layers)
         return self.first(options)
 
@@ -202,12 +202,12 @@ class Planner:
     def _fits_beside(self, others: Sequence[Planner]) -> bool:
         assert self._model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
-        made = plan(self._model, devices, host, self._constraints)
+        placement = plan(self._model, devices, host, self._constraints)
         taken = [other._plan for other in others if other._plan is not None]
         alone = plan(self._model, _without(taken, devices), _freed(host, taken), self._constraints)
         if not alone.fits and self._plan is None:
             raise InferenceCenterError(ErrorCode.INVALID_CONFIG, " ".join(alone.advice))
-        return made.fits and _worth(made) >= _worth(alone)
+        return placement.fits and _worth(placement) >= _worth(alone)
 
     def on_status(self, status: EngineStatus) -> None:
         """Start, in a thread, the comparison for an engine that has become ready; call it on the event loop."""
@@ -223,10 +223,10 @@ class Planner:
 
     def compare(self, model: ModelInfo, pid: int) -> None:
         """Log what a ready engine took of each GPU, and store how far the plan was off. Blocks."""
-        made, report = self._plan, self._report
-        if made is None or report is None or self._model is None:
+        placement, report = self._plan, self._report
+        if placement is None or report is None or self._model is None:
             return
-        setup = made.setup
+        setup = placement.setup
         self._constraints = replace(
             self._constraints,
             slots=setup.slots,
@@ -235,7 +235,7 @@ class Planner:
             kv_type_v=setup.kv_type_v,
         )
         taken: dict[str, int] = {}
-        for device, demand in zip(made.devices, made.demand.devices, strict=True):
+        for device, demand in zip(placement.devices, placement.demand.devices, strict=True):
             used_bytes = self._used(device, pid, model.memory)
             if used_bytes is None:
                 continue
@@ -278,23 +278,23 @@ class Planner:
         model, constraints = self._model, self._constraints
         assert model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
-        made = plan(model, devices, host, constraints)
-        self._plan, self._report = made, plan_report(made, model=model, host=host, constraints=constraints)
-        _report(made)
+        placement = plan(model, devices, host, constraints)
+        self._plan, self._report = placement, plan_report(placement, model=model, host=host, constraints=constraints)
+        _report(placement)
         if not devices and constraints.n_gpu_layers > 0:
             # Layers are requested, and the engine reports that there is no GPU for them.
-            return _with_setup(options, made)
-        self._given_layers = made.n_gpu_layers
-        return _with_setup(options, made).replace(
-            n_gpu_layers=made.n_gpu_layers,
+            return _with_setup(options, placement)
+        self._planned_layers = placement.n_gpu_layers
+        return _with_setup(options, placement).replace(
+            n_gpu_layers=placement.n_gpu_layers,
             # Without a GPU the engine counts its cores itself.
-            n_threads=made.n_threads if made.devices else options.n_threads,
-            devices=tuple(device.id for device in made.devices),
-            split_mode=made.split_mode,
-            main_gpu=made.main_gpu,
-            tensor_split=made.tensor_split,
-            cpu_tensors=made.cpu_tensors,
-            draft_device=made.draft_device,
+            n_threads=placement.n_threads if placement.devices else options.n_threads,
+            devices=tuple(device.id for device in placement.devices),
+            split_mode=placement.split_mode,
+            main_gpu=placement.main_gpu,
+            tensor_split=placement.tensor_split,
+            cpu_tensors=placement.cpu_tensors,
+            draft_device=placement.draft_device,
             gpu_optional=constraints.n_gpu_layers < 0,
         )
 
@@ -337,9 +337,12 @@ def _unplannable(options: EngineOptions, reason: str) -> InferenceCenterError:
 def _without(taken: Sequence[PlacementPlan], devices: Sequence[Device]) -> tuple[Device, ...]:
     """Return the GPUs with the memory of these plans added to what is free."""
     freed = Counter[str]()
-    for made in taken:
+    for placement in taken:
         freed.update(
-            {device.id: demand.bytes for device, demand in zip(made.devices, made.demand.devices, strict=True)}
+            {
+                device.id: demand.bytes
+                for device, demand in zip(placement.devices, placement.demand.devices, strict=True)
+            }
         )
     return tuple(
         replace(device, free_bytes=min(device.total_bytes, device.free_bytes + freed[device.id])) for device in devices
@@ -349,47 +352,49 @@ def _without(taken: Sequence[PlacementPlan], devices: Sequence[Device]) -> tuple
 def _freed(host: Host, taken: Sequence[PlacementPlan]) -> Host:
     if host.available_bytes is None:
         return host
-    return replace(host, available_bytes=host.available_bytes + sum(made.demand.host_bytes for made in taken))
+    return replace(host, available_bytes=host.available_bytes + sum(placement.demand.host_bytes for placement in taken))
 
 
-def _worth(made: PlacementPlan) -> tuple[int, int, int]:
+def _worth(placement: PlacementPlan) -> tuple[int, int, int]:
     # These must not decrease because other models are loaded; longer contexts are optional.
-    return made.n_gpu_layers, -len(made.cpu_tensors), made.setup.slots
+    return placement.n_gpu_layers, -len(placement.cpu_tensors), placement.setup.slots
 
 
-def _with_setup(options: EngineOptions, made: PlacementPlan) -> EngineOptions:
-    flash_attention = options.flash_attention if made.setup.flash_attention else "off"
-    setup = asdict(made.setup) | {"flash_attention": flash_attention}
+def _with_setup(options: EngineOptions, placement: PlacementPlan) -> EngineOptions:
+    flash_attention = options.flash_attention if placement.setup.flash_attention else "off"
+    setup = asdict(placement.setup) | {"flash_attention": flash_attention}
     if options.kind != "chat":  # how many tokens are computed at once; only a single text may exceed it
         setup |= {"n_batch": options.n_batch, "n_ubatch": options.n_ubatch}
     return options.replace(**setup)
 
 
-def _report(made: PlacementPlan) -> None:
+def _report(placement: PlacementPlan) -> None:
     _log.info(
         "planned",
-        gpu_layers=made.n_gpu_layers,
-        gpus=[device.name for device in made.devices],
-        slots=made.setup.slots,
-        n_ctx=made.setup.n_ctx,
-        vram_mib=[demand.bytes // MIB for demand in made.demand.devices],
-        host_mib=made.demand.host_bytes // MIB,
+        gpu_layers=placement.n_gpu_layers,
+        gpus=[device.name for device in placement.devices],
+        slots=placement.setup.slots,
+        n_ctx=placement.setup.n_ctx,
+        vram_mib=[demand.bytes // MIB for demand in placement.demand.devices],
+        host_mib=placement.demand.host_bytes // MIB,
     )
-    for reason in made.reasons:
+    for reason in placement.reasons:
         _log.debug("plan_reason", name=reason.name, value=reason.value, why=reason.why, explicit=reason.explicit)
-    if not made.fits:
-        _log.warning("plan_does_not_fit", reason=" ".join(made.advice))
+    if not placement.fits:
+        _log.warning("plan_does_not_fit", reason=" ".join(placement.advice))
 
 
-def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, constraints: PlacementConstraints) -> EnginePlan:
+def plan_report(
+    placement: PlacementPlan, *, model: ModelShape, host: Host, constraints: PlacementConstraints
+) -> EnginePlan:
     """Return a plan in the protocol's terms. Texts are truncated, since some come from files and drivers."""
-    setup, demand = made.setup, made.demand
-    parts = zip(made.devices, demand.devices, made.layer_counts, strict=True)
+    setup, demand = placement.setup, placement.demand
+    parts = zip(placement.devices, demand.devices, placement.layer_counts, strict=True)
     return EnginePlan(
-        fits=made.fits,
+        fits=placement.fits,
         layers=model.n_layers + 1,
-        n_gpu_layers=made.n_gpu_layers,
-        split_mode=made.split_mode,
+        n_gpu_layers=placement.n_gpu_layers,
+        split_mode=placement.split_mode,
         slots=setup.slots,
         n_ctx=setup.n_ctx,
         n_batch=setup.n_batch,
@@ -397,7 +402,7 @@ def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, constrain
         kv_type_k=setup.kv_type_k,
         kv_type_v=setup.kv_type_v,
         flash_attention=setup.flash_attention,
-        n_threads=made.n_threads,
+        n_threads=placement.n_threads,
         devices=tuple(
             PlannedDevice(
                 id=_cut(device.id),
@@ -418,13 +423,13 @@ def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, constrain
             weight_bytes=demand.host_weight_bytes,
             kv_bytes=demand.host_kv_bytes,
             compute_bytes=demand.host_compute_bytes,
-            expert_layers=made.experts_in_host,
+            expert_layers=placement.experts_in_host,
         ),
         reasons=tuple(
             PlanReason(name=_cut(each.name), value=_cut(each.value), why=_cut(each.why), explicit=each.explicit)
-            for each in made.reasons[:_MOST_REASONS]
+            for each in placement.reasons[:_MOST_REASONS]
         ),
-        advice=tuple(map(_cut, made.advice[:_MOST_ADVICE])),
+        advice=tuple(map(_cut, placement.advice[:_MOST_ADVICE])),
     )
 
 

@@ -142,7 +142,7 @@ class RequestQueue:
         self._accepted: set[str] = set()
         # Waiting turns whose prompts are being rendered.
         self._preparing: set[str] = set()
-        self._given: set[str] = set()
+        self._in_flight: set[str] = set()
         self._aborted: set[str] = set()
         self._draining: set[str] = set()
         self._detector = PoisonTurnDetector()
@@ -157,7 +157,7 @@ class RequestQueue:
         self._delays: OrderedDict[str, float] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._turns)}, given={len(self._given)}, {self._detector!r})"
+        return f"{type(self).__name__}({len(self._turns)}, in_flight={len(self._in_flight)}, {self._detector!r})"
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -184,7 +184,7 @@ class RequestQueue:
 
     @property
     def engine_is_busy(self) -> bool:
-        return bool(self._given or self._draining)
+        return bool(self._in_flight or self._draining)
 
     def add(self, turn: EngineTurn) -> bool:
         """Keep a turn and give it to the engine if possible; return whether it waits for no engine.
@@ -261,7 +261,7 @@ class RequestQueue:
                 self.schedule_step()
                 self._changed()
             return
-        if turn_id not in self._given:
+        if turn_id not in self._in_flight:
             return
         if is_last:
             if isinstance(event, EmbeddingDone) or (isinstance(event, Finished) and event.reason in _BY_ITSELF):
@@ -286,7 +286,7 @@ class RequestQueue:
 
     def abort(self, turn_id: str) -> None:
         """End a turn: by the engine if that has it, else at once."""
-        if turn_id in self._given and self._engine is not None:
+        if turn_id in self._in_flight and self._engine is not None:
             self._aborted.add(turn_id)
             self._engine.send(AbortTurn(turn_id))
         elif (turn := self._recalled.pop(turn_id, None)) is not None:
@@ -301,20 +301,20 @@ class RequestQueue:
         Returns:
             Whether the cause is known and does not recur: a convicted turn, or a client that is refused from now on.
         """
-        was_given, was_aborted = self._given, self._aborted
+        was_in_flight, was_aborted = self._in_flight, self._aborted
         suspects = {
             turn_id: self._turns[turn_id].n_tokens
             for turn_id in (ended.suspects if ended else ())
-            if turn_id in self._turns and (turn_id in was_given or turn_id in self._draining)
+            if turn_id in self._turns and (turn_id in was_in_flight or turn_id in self._draining)
         }
-        self._engine, self._held, self._given, self._aborted = None, False, set(), set()
+        self._engine, self._held, self._in_flight, self._aborted = None, False, set(), set()
         self._draining.clear()
         self._waiting = dict.fromkeys(self._turns)
         clients = {turn_id: self._turns[turn_id].client_id for turn_id in suspects}
         from_outside = ended is not None and ended.from_outside
         culprit = self._detector.lost(suspects, from_outside=from_outside)
         refused = frozenset() if from_outside else self._crash_limit.engine_died(clients)
-        for turn_id in [turn_id for turn_id in self._turns if turn_id in was_given]:
+        for turn_id in [turn_id for turn_id in self._turns if turn_id in was_in_flight]:
             if turn_id == culprit:
                 self._end(_quarantined(turn_id, ended))
             elif turn_id in was_aborted:
@@ -348,12 +348,12 @@ class RequestQueue:
     def schedule_step(self) -> None:
         """Schedule the next step: notify turns, drain the engine for an isolated suspect, or send a waiting turn."""
         if self._engine is not None and (on_trial := self._detector.isolated) is not None:
-            for turn_id in [each for each in self._turns if each in self._given - self._aborted - {on_trial}]:
-                self._given.discard(turn_id)
+            for turn_id in [each for each in self._turns if each in self._in_flight - self._aborted - {on_trial}]:
+                self._in_flight.discard(turn_id)
                 self._draining.add(turn_id)
                 self._engine.send(AbortTurn(turn_id))
                 self._to_notify[turn_id] = self._turns[turn_id].on_engine_lost
-            self._waiting = {turn_id: None for turn_id in self._turns if turn_id not in self._given}
+            self._waiting = {turn_id: None for turn_id in self._turns if turn_id not in self._in_flight}
         is_due = self.notifying or self._delays or (self._waiting and self._engine is not None)
         if is_due and not self._step_scheduled:
             self._step_scheduled = True
@@ -422,7 +422,7 @@ class RequestQueue:
         self._turns[turn_id] = turn
         self._waiting.pop(turn_id, None)
         self._delays.pop(turn_id, None)
-        self._given.add(turn_id)
+        self._in_flight.add(turn_id)
         return True
 
     def _prepared(self, turn_id: str) -> None:
@@ -456,7 +456,7 @@ class RequestQueue:
         self._waiting.pop(turn_id, None)
         self._accepted.discard(turn_id)
         self._preparing.discard(turn_id)
-        self._given.discard(turn_id)
+        self._in_flight.discard(turn_id)
         self._aborted.discard(turn_id)
         self._delays.pop(turn_id, None)
         self._to_notify.pop(turn_id, None)

@@ -169,7 +169,7 @@ class Supervisor:
         self._is_planned = True
         self._changed_event = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
-        self._stop_asked = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self.last_used_s = monotonic()
 
     def __repr__(self) -> str:
@@ -307,10 +307,10 @@ class Supervisor:
         One that is loading gets ready first, and takes the waiting turns. If it ``interrupts``, turns that are not done
         after ``swap_patience_s`` continue on the next engine; otherwise it waits for them without a limit.
         """
-        patience_s = self._options.swap_patience_s if interrupts else None
+        timeout_s = self._options.swap_patience_s if interrupts else None
         while self.holds_memory:
             if self._state is EngineState.READY:
-                await self._drain(patience_s)
+                await self._drain(timeout_s)
             if self._state is EngineState.READY:
                 self._fall_asleep()
             await self._until(partial(self._has_left, self._state))
@@ -339,10 +339,10 @@ class Supervisor:
             suspend_deadline_s: Seconds for writing KV to disk.
             deadline_s: Seconds for the exit after that, before the engine is killed.
         """
-        if self._stop_asked.is_set():
+        if self._stop_requested.is_set():
             await self._until(lambda: self._state is EngineState.STOPPED)
             return
-        self._stop_asked.set()
+        self._stop_requested.set()
         self._demand.end()
         was_loaded = self._state in (EngineState.READY, EngineState.SUSPENDING)
         self._change(EngineChange.STOP)
@@ -370,10 +370,10 @@ class Supervisor:
         position = max(0, len(self._turns) + 1 - slots)
         if position > self._options.max_queue:
             raise queue_full(self._options.max_queue)
-        given = self._turns.add(turn)
+        is_submitted = self._turns.add(turn)
         self._users.add(turn.client_id)
         self._watch()
-        return position if given else max(1, position)
+        return position if is_submitted else max(1, position)
 
     def abort(self, turn_id: str) -> None:
         """Request the turn's end."""
@@ -406,7 +406,7 @@ class Supervisor:
 
     def _on_demand(self) -> None:
         """Wake an engine that sleeps; raise if there will be none."""
-        if self._stop_asked.is_set() or self._state is EngineState.FAILED:
+        if self._stop_requested.is_set() or self._state is EngineState.FAILED:
             raise self._unavailable()
         self.last_used_s = self._monotonic()
         self._demand.notify()
@@ -421,7 +421,7 @@ class Supervisor:
     async def _keep_alive(self) -> None:
         """Run one engine after the other until the end; after a fault here the previous engine counts as lost."""
         self._clear_up()
-        while not self._stop_asked.is_set():
+        while not self._stop_requested.is_set():
             if not await self._may_start():
                 continue
             self._progress.begin()
@@ -429,7 +429,7 @@ class Supervisor:
             if not await self._is_fit_to_start():
                 continue
             ended = await self._run_once()
-            if self._stop_asked.is_set():
+            if self._stop_requested.is_set():
                 return
             if self._state is EngineState.SUSPENDING:
                 self._idle(ended)
@@ -452,11 +452,11 @@ class Supervisor:
                 await self._pause(self._retry_s)
                 return await self._is_granted()
             case EngineState.FAILED:
-                await self._stop_asked.wait()
+                await self._stop_requested.wait()
             case EngineState.BACKOFF:
                 await self._pause(self._retry_s)
-                self._restarts += not self._stop_asked.is_set()
-        return not self._stop_asked.is_set()
+                self._restarts += not self._stop_requested.is_set()
+        return not self._stop_requested.is_set()
 
     async def _is_granted(self) -> bool:
         """Wait until an engine is wanted and admitted; return ``False`` if it was refused or the supervisor stops."""
@@ -471,7 +471,7 @@ class Supervisor:
             self._refuse(InferenceCenterError(ErrorCode.INTERNAL))
             return False
         self._refused = False
-        return not self._stop_asked.is_set()
+        return not self._stop_requested.is_set()
 
     async def _is_fit_to_start(self) -> bool:
         """Plan the engine that is about to be started; return ``False`` if it may not be started now."""
@@ -491,7 +491,7 @@ class Supervisor:
 
         An engine that was lost while loading the model first had been started, so its resources may come back.
         """
-        if self._stop_asked.is_set():
+        if self._stop_requested.is_set():
             return
         if self._model is None and not self._restarts:
             self._detail = refusal.message
@@ -515,16 +515,16 @@ class Supervisor:
         """Wait, at most until the supervisor stops."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._stop_asked.wait()
+                await self._stop_requested.wait()
 
     def _idle(self, ended: EngineExit) -> None:
         self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
         _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
         self._change(EngineChange.ENDED)
 
-    async def _drain(self, patience_s: float | None) -> None:
+    async def _drain(self, timeout_s: float | None) -> None:
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 # An engine that got ready just now runs the turns that waited for it; else two models could evict each
                 # other for ever without running any.
                 await self._until(lambda: not self._turns.handing_over or self._state is not EngineState.READY)
@@ -556,16 +556,16 @@ class Supervisor:
             return EngineExit(f"the engine cannot be started: {error}")
         self._process = process
         _log.info("engine_started", pid=process.pid, backend=self._options.backend)
-        if self._stop_asked.is_set():
+        if self._stop_requested.is_set():
             process.close()
-        patience = asyncio.get_running_loop().call_later(self._options.load_timeout_s, self._give_up_loading, process)
+        load_timer = asyncio.get_running_loop().call_later(self._options.load_timeout_s, self._give_up_loading, process)
         try:
             return await process.gone()
         except BaseException:
             process.kill()
             raise
         finally:
-            patience.cancel()
+            load_timer.cancel()
             self._process = None
 
     def _give_up_loading(self, process: EngineProcess) -> None:

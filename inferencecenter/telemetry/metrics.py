@@ -59,9 +59,9 @@ class MachineMetrics:
         self._gpu_gauges: list[Gauge] = []
 
         def gauge(name: str, documentation: str, *labels: str) -> Gauge:
-            made = registry.gauge(f"gpu_{name}", documentation, "gpu", *labels)
-            self._gpu_gauges.append(made)
-            return made
+            declared = registry.gauge(f"gpu_{name}", documentation, "gpu", *labels)
+            self._gpu_gauges.append(declared)
+            return declared
 
         self.gpu_info = gauge("info", "Always 1 for each GPU; the labels describe it.", "name", "uuid", "driver")
         self.gpu_temperature_c = gauge("temperature_celsius", "Temperature of a GPU.")

@@ -33,9 +33,9 @@ class FakeDriver:
 
 
 @asynccontextmanager
-async def cached(read: Callable[[], Gpus], driver: FakeDriver, patience_s: float = 20.0) -> AsyncIterator[GpuCache]:
+async def cached(read: Callable[[], Gpus], driver: FakeDriver, timeout_s: float = 20.0) -> AsyncIterator[GpuCache]:
     """A cache that is closed at the end, with no thread left waiting for the driver."""
-    cache = GpuCache(read, patience_s=patience_s, monotonic=lambda: driver.now)
+    cache = GpuCache(read, timeout_s=timeout_s, monotonic=lambda: driver.now)
     try:
         yield cache
     finally:
@@ -66,7 +66,7 @@ async def test_concurrent_requests_share_a_reading() -> None:
 async def test_blocked_driver_returns_no_gpu() -> None:
     """One thread waits, old readings are not reused, and they return when the driver answers."""
     driver = FakeDriver()
-    async with cached(driver.read, driver, patience_s=0.01) as cache:
+    async with cached(driver.read, driver, timeout_s=0.01) as cache:
         driver.answers.clear()
         for _ in range(3):
             found = await cache.get()
@@ -99,7 +99,7 @@ async def test_failed_reading_is_retried() -> None:
 async def test_close_does_not_wait_for_the_driver(times: int) -> None:
     """It may be called twice."""
     driver = FakeDriver()
-    async with cached(driver.read, driver, patience_s=0.01) as cache:
+    async with cached(driver.read, driver, timeout_s=0.01) as cache:
         driver.answers.clear()
         await cache.get()
         for _ in range(times):

@@ -737,7 +737,7 @@ def test_failing_listener_does_not_affect_other_turns() -> None:
         table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "given up", hint="h"), begun=True)
     assert fine.terminal == [Failed(turn_id="fine", code="engine_unavailable", message="given up", hint="h")]
     assert [line["event"] for line in logs] == ["turn_listener_failed"] * 2
-    assert repr(table) == "RequestQueue(0, given=0, PoisonTurnDetector({}, on_trial=None))"
+    assert repr(table) == "RequestQueue(0, in_flight=0, PoisonTurnDetector({}, on_trial=None))"
 
 
 class TurnsMachine(RuleBasedStateMachine):

@@ -182,10 +182,10 @@ def create_token(connection: Connection, request: requests.CreateToken) -> None:
     expires_at = None if request.expires_in_s is None else context.clock() + request.expires_in_s
 
     def create() -> Event:
-        made = context.accounts.create_token(
+        new_token = context.accounts.create_token(
             request.client_id, name=request.name, expires_at=expires_at, limits=limits, by=_actor(connection)
         )
-        return _issued(context.accounts, made)
+        return _issued(context.accounts, new_token)
 
     connection.answer_from_disk(request, create)
 
@@ -207,9 +207,9 @@ def rotate_token(connection: Connection, request: requests.RotateToken) -> None:
     context = connection.context
 
     def rotate() -> Event:
-        if (made := context.accounts.rotate_token(request.token_id, by=_actor(connection))) is None:
+        if (new_token := context.accounts.rotate_token(request.token_id, by=_actor(connection))) is None:
             raise _unknown_token(request.token_id)
-        return _issued(context.accounts, made)
+        return _issued(context.accounts, new_token)
 
     connection.answer_from_disk(request, rotate, then=partial(_apply, context))
 
@@ -234,8 +234,8 @@ def _actor(connection: Connection) -> AuditActor:
     return AuditActor(connection.client_id, connection.address)
 
 
-def _issued(accounts: Accounts, made: NewToken) -> Event:
-    return events.TokenIssued(token=made.token, access_token=_find_token(accounts, made.token_id))
+def _issued(accounts: Accounts, new_token: NewToken) -> Event:
+    return events.TokenIssued(token=new_token.token, access_token=_find_token(accounts, new_token.token_id))
 
 
 def _limits(given: AccessLimitChanges | None) -> AccessLimits:

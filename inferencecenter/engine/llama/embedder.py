@@ -116,8 +116,8 @@ class LlamaEmbedder:
         """Return the tokens of a query and a document, by the file's template for them if it has one."""
         if len(self._template) == 1:
             return self._vocab.pair(query, document)
-        given = {"{query}": PromptSegment(query), "{document}": PromptSegment(document)}
-        pieces = [given.get(part) or PromptSegment(part, special=True) for part in self._template]
+        segments = {"{query}": PromptSegment(query), "{document}": PromptSegment(document)}
+        pieces = [segments.get(part) or PromptSegment(part, special=True) for part in self._template]
         return self._vocab.tokenize(pieces, first=False)
 
     def embed(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:

@@ -111,8 +111,8 @@ def _check(path: Path, file: GgufFile) -> None:
     facts = file.metadata
     for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
         if (found := facts.get(key)) != expected:
-            said = "is missing" if found is None else f"is {found!r}"
-            raise _refusal(f"{path} is no LoRA adapter: {key} {said}, not {expected!r}.", _CONVERT)
+            description = "is missing" if found is None else f"is {found!r}"
+            raise _refusal(f"{path} is no LoRA adapter: {key} {description}, not {expected!r}.", _CONVERT)
     if not isinstance(facts.get("general.architecture"), str):
         raise _refusal(f"{path} has no general.architecture.", _CONVERT)
     alpha = facts.get("adapter.lora.alpha", 0.0)
@@ -224,9 +224,9 @@ class LlamaModel:
             raise
         return cls(handle, path=path, n_gpu_layers=n_gpu_layers, params=params, adapters=adapters)
 
-    def n_ctx(self, asked: int) -> int:
+    def n_ctx(self, requested: int) -> int:
         """Return the tokens per slot for a setting in which 0 leaves it to the model."""
-        return asked or min(self.n_ctx_train, N_CTX_DEFAULT_MAX)
+        return requested or min(self.n_ctx_train, N_CTX_DEFAULT_MAX)
 
     def info(self, options: EngineOptions, *, n_threads: int, memory: tuple[BufferUse, ...] = ()) -> ModelInfo:
         """Return the front's description of this model, run with ``options``."""
@@ -315,18 +315,18 @@ class ModelParams:
             struct.tensor_buft_overrides = ctypes.cast(self._places, ctypes.c_void_p)
 
 
-def resolve_gpu_layers(asked: int, *, offload: bool) -> int:
+def resolve_gpu_layers(requested: int, *, offload: bool) -> int:
     """Return the number of layers to offload to a GPU; -1 means all.
 
     Raises:
         InferenceCenterError: ``invalid_config`` when layers are requested but there is no GPU.
     """
     if offload:
-        return asked
-    if asked > 0:
+        return requested
+    if requested > 0:
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
-            f"n_gpu_layers is {asked}, but this build of llama.cpp finds no GPU.",
+            f"n_gpu_layers is {requested}, but this build of llama.cpp finds no GPU.",
             hint="Install with CUDA=1 on a machine with a GPU, or set n_gpu_layers to -1 (all that can be) or 0.",
             field="n_gpu_layers",
         )

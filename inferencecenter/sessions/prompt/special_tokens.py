@@ -60,10 +60,10 @@ class RenderedText:
     @classmethod
     def of_segments(cls, segments: Iterable[PromptSegment]) -> RenderedText:
         """Return the text of segments, each of which is tokenized by itself."""
-        given = [segment for segment in segments if segment.text]
-        starts = [*accumulate((len(segment.text) for segment in given), initial=0)][:-1]
-        literals = frozenset(start for start, segment in zip(starts, given, strict=True) if not segment.special)
-        return cls("".join(segment.text for segment in given), tuple(starts), literals)
+        nonempty = [segment for segment in segments if segment.text]
+        starts = [*accumulate((len(segment.text) for segment in nonempty), initial=0)][:-1]
+        literals = frozenset(start for start, segment in zip(starts, nonempty, strict=True) if not segment.special)
+        return cls("".join(segment.text for segment in nonempty), tuple(starts), literals)
 
     def pieces(self, start: int = 0, end: int | None = None) -> tuple[PromptSegment, ...]:
         """Return the text from ``start`` to ``end`` as pieces; joined they are that text."""

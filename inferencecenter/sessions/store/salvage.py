@@ -203,8 +203,8 @@ class _Found:
         return self.sessions.get(row) or self.incomplete.get(row) or {}
 
 
-def salvage(path: Path, made: Path) -> SalvageReport:
-    """Recover the file at ``path`` and its WAL into a new file ``made``.
+def salvage(path: Path, target: Path) -> SalvageReport:
+    """Recover the file at ``path`` and its WAL into a new file ``target``.
 
     Raises:
         OSError: The file cannot be read, or the new one cannot be created.
@@ -215,7 +215,7 @@ def salvage(path: Path, made: Path) -> SalvageReport:
         pages = PageFile(content, wal.read_bytes() if wal.exists() else b"")
         found = _sort_rows(pages.rows())
     report = SalvageReport(damaged=pages.n_damaged)
-    with contextlib.closing(open_writing(made)) as database:
+    with contextlib.closing(open_writing(target)) as database:
         with transaction(database):
             known = found.sessions.keys() | found.names.keys() | found.of_session.get("messages", {}).keys()
             for row in sorted(known):
