@@ -162,6 +162,7 @@ class _Server:
         self.pool: dict[str, _PooledConnection] = {}
         self.calls: set[RunningToolCall] = set()
         self.n_calls: Counter[str] = Counter()
+        """Number of calls of each account, reserved ones included."""
         self.is_retired = False
         self.tools: tuple[ServerTool, ...] = ()
         self._listed_s: float | None = None
@@ -226,6 +227,36 @@ class RunningToolCall:
         self.task.cancel()
 
 
+class ToolCallReservation:
+    """A place among the calls of an account on a server, from the check of a call until it is sent or not needed.
+
+    A call is sent only once its record is committed, so without its place many could be allowed before one counts.
+    """
+
+    def __init__(
+        self,
+        places: Counter[str],
+        client_id: str,
+        start: Callable[[str, Callable[[ToolOutcome], None]], RunningToolCall],
+    ) -> None:
+        self._places = places
+        self._client_id = client_id
+        self._start = start
+        self._is_held = True
+        places[client_id] += 1
+
+    def start(self, arguments: str, on_end: Callable[[ToolOutcome], None]) -> RunningToolCall:
+        """Start the call with the arguments as JSON; ``on_end`` receives its outcome exactly once."""
+        self.release()  # the call has a place of its own
+        return self._start(arguments, on_end)
+
+    def release(self) -> None:
+        """Give the place back, if that has not happened; the call is not sent."""
+        if self._is_held:
+            self._is_held = False
+            _subtract(self._places, self._client_id)
+
+
 class McpGateway:
     """All declared servers. All methods are called on the event loop.
 
@@ -271,8 +302,25 @@ class McpGateway:
         """Return the names of the servers that an account may use."""
         return tuple(name for name, server in self._servers.items() if _may_use(server.settings, client_id, scopes))
 
-    def check_call(self, server: str, tool: str, *, client_id: str, scopes: Collection[str]) -> None:
-        """Refuse a call that the account may not make.
+    def reserve_call(
+        self,
+        server: str,
+        tool: str,
+        *,
+        client_id: str,
+        scopes: Collection[str],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> ToolCallReservation:
+        """Return a place for a call, to be started or released, or refuse one that the account may not make.
+
+        At most ``max_calls`` calls of an account run on a server; others wait, in the order in which they started.
+
+        Args:
+            server: Name of the server.
+            tool: Name of the tool on it.
+            client_id: The account.
+            scopes: Its scopes.
+            on_start: Called when the call starts.
 
         Raises:
             InferenceCenterError: ``invalid_request``, ``forbidden`` or ``queue_full``; a server of other accounts
@@ -296,20 +344,15 @@ class McpGateway:
                 hint="Wait for one of them.",
             )
 
-    def start_call(
+        def start(arguments: str, on_end: Callable[[ToolOutcome], None]) -> RunningToolCall:
+            on_start()
+            return self._start_call(server, tool, arguments, client_id=client_id, on_end=on_end)
+
+        return ToolCallReservation(found.n_calls, client_id, start)
+
+    def _start_call(
         self, server: str, tool: str, arguments: str, *, client_id: str, on_end: Callable[[ToolOutcome], None]
     ) -> RunningToolCall:
-        """Start a call that ``check_call`` allowed; ``on_end`` receives its outcome exactly once.
-
-        At most ``max_calls`` calls of an account run on a server; others wait, in the order in which they started.
-
-        Args:
-            server: Name of the server.
-            tool: Name of the tool on it.
-            arguments: The arguments as JSON.
-            client_id: The account.
-            on_end: Called on the event loop.
-        """
         call, found = RunningToolCall(), self._servers.get(server)
 
         async def run() -> None:

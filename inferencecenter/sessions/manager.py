@@ -497,7 +497,11 @@ class SessionManager:
         Raises:
             InferenceCenterError: ``session_not_found``, and see ``LiveSession.call_mcp_tool``.
         """
-        self._table.get_owned(client, request.session_id).call_mcp_tool(request, sink, run)
+        try:
+            self._table.get_owned(client, request.session_id).call_mcp_tool(request, sink, run)
+        except BaseException:
+            run.release()
+            raise
 
     def pending_call(self, client: Principal, session_id: str, call_id: str) -> ToolCall | None:
         """Return a tool call of a session's last answer that has no result yet.

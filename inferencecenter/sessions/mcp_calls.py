@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 class ToolCallRunner(Protocol):
     """Runs one call on the chosen server and tool; access was checked before."""
 
-    def __call__(self, tool: str, arguments: str, on_end: Callable[[ToolOutcome], None]) -> ScheduledCall:
+    def start(self, arguments: str, on_end: Callable[[ToolOutcome], None], /) -> ScheduledCall:
         """Start the call with the arguments as JSON; ``on_end`` receives its outcome once, also after ``cancel``."""
+
+    def release(self) -> None:
+        """Give up the place of a call that does not start."""
 
 
 def pending_calls(messages: Sequence[ChatMessage]) -> dict[str, ToolCall]:

@@ -439,7 +439,8 @@ class LiveSession:
         on_end = partial(self._mcp_call_ended, call.call_id, request.id)
 
         def start() -> None:
-            if not self._mcp_calls.send(call.call_id, lambda: run(status.tool, call.arguments, on_end)):
+            if not self._mcp_calls.send(call.call_id, lambda: run.start(call.arguments, on_end)):
+                run.release()
                 on_end(ToolOutcome("failed", detail="the call was stopped before it was sent"))
 
         self.journal.release(start)

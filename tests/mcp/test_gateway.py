@@ -18,6 +18,7 @@ from inferencecenter.mcp.gateway import (
     McpLostError,
     McpRefusedError,
     McpUnreachableError,
+    ToolCallReservation,
     ToolOutcome,
     ToolResult,
 )
@@ -105,9 +106,12 @@ class World:
     def start(self, tool: str = "a", arguments: str = "{}", client_id: str = "me") -> asyncio.Future[ToolOutcome]:
         """Start an allowed call."""
         ended: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
-        self.gateway.check_call("s", tool, client_id=client_id, scopes=USER)
-        self.gateway.start_call("s", tool, arguments, client_id=client_id, on_end=ended.set_result)
+        self.reserve(tool, client_id).start(arguments, ended.set_result)
         return ended
+
+    def reserve(self, tool: str = "a", client_id: str = "me") -> ToolCallReservation:
+        """Reserve an allowed call."""
+        return self.gateway.reserve_call("s", tool, client_id=client_id, scopes=USER)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -140,7 +144,7 @@ async def test_account_needs_the_scope_or_its_name() -> None:
     assert gateway.servers_for("me", {"user", "operator"}) == ("s",)
     assert gateway.servers_for("listed", {"user"}) == ("s",)
     with pytest.raises(InferenceCenterError) as caught:
-        gateway.check_call("s", "a", client_id="me", scopes=USER)
+        gateway.reserve_call("s", "a", client_id="me", scopes=USER)
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "server")
 
 
@@ -237,17 +241,36 @@ async def test_waiting_calls_that_time_out_did_not_run() -> None:
     assert (await world.start()).state == "done"
 
 
+async def test_calls_that_are_not_sent_yet_count() -> None:
+    """Calls whose records are not committed take places of their account; a released one does not."""
+    world = World(max_calls=1, max_queued_calls=1)
+    reserved = [world.reserve(), world.reserve()]
+    with pytest.raises(InferenceCenterError) as caught:
+        world.reserve()
+    assert caught.value.code is ErrorCode.QUEUE_FULL
+    world.reserve(client_id="other")
+    for _ in range(2):
+        reserved[0].release()
+    ended: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
+    reserved[1].start("{}", ended.set_result)
+    world.reserve()
+    with pytest.raises(InferenceCenterError):
+        world.reserve()
+    assert (await ended).state == "done"
+    world.reserve()
+
+
 async def test_sent_and_slow_calls_are_unknown() -> None:
     """A call that is canceled before its task ran was not sent."""
     world = World(timeout_s=0.05)
     world.may_end.clear()
     assert await world.start() == ToolOutcome("unknown", detail="no result within 0.05 s")
     ended: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
-    world.gateway.start_call("s", "a", "{}", client_id="me", on_end=ended.set_result).cancel()
+    world.reserve().start("{}", ended.set_result).cancel()
     assert (await ended).state == "failed"
     world.has_called.clear()
     sent: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
-    call = world.gateway.start_call("s", "a", "{}", client_id="me", on_end=sent.set_result)
+    call = world.reserve().start("{}", sent.set_result)
     await world.has_called.wait()
     call.cancel()
     assert await sent == ToolOutcome("unknown", detail="the call was stopped")
@@ -296,6 +319,7 @@ async def test_calls_of_a_removed_server_end() -> None:
     world = World(max_calls=1)
     world.may_end.clear()
     calls = [world.start(), world.start()]
+    late_call = world.reserve()
     await world.has_called.wait()
     world.gateway.replace_servers({"t": declare()})
     assert [await call for call in calls] == [
@@ -305,7 +329,7 @@ async def test_calls_of_a_removed_server_end() -> None:
     await until(lambda: world.clients[0].closed)
     assert world.gateway.servers_for("me", USER) == ("t",)
     late: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
-    world.gateway.start_call("s", "a", "{}", client_id="me", on_end=late.set_result)
+    late_call.start("{}", late.set_result)
     assert await late == ToolOutcome("failed", detail="s was removed, or no longer allows a")
     assert await world.gateway.list_tools("s", client_id="me") == "the operator removed it"
 

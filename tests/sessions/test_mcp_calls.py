@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import McpCall
 from inferencecenter.protocol.requests import CallMcpTool
 from inferencecenter.protocol.values import ChatMessage, McpCallStatus, ToolCall
 from inferencecenter.sessions.event_log import ReplayBuffer
 from inferencecenter.sessions.mcp_calls import McpCalls, pending_calls
+
+if TYPE_CHECKING:
+    from tests.sessions.conftest import SessionHarness
 
 QUESTION = ChatMessage(role="user", content="?")
 
@@ -28,6 +34,25 @@ def result(call_id: str) -> ChatMessage:
 def request(call_id: str) -> CallMcpTool:
     """Approval of a call."""
     return CallMcpTool(op="call_mcp_tool", session_id="s", call_id=call_id, server="m")
+
+
+class Runner:
+    """A call that only records what happens to it."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+
+    def start(self, _arguments: str, _on_end: object) -> Runner:
+        """Record the start; the call never ends."""
+        self.happened.append("started")
+        return self
+
+    def release(self) -> None:
+        """Record the release."""
+        self.happened.append("released")
+
+    def cancel(self) -> None:
+        """Do nothing."""
 
 
 @pytest.mark.parametrize(
@@ -84,6 +109,29 @@ def test_call_that_is_stopped_before_its_commit_is_not_sent() -> None:
         raise AssertionError("it was sent")
 
     assert not calls.send("a", send)  # type: ignore[arg-type]
+
+
+def test_call_that_is_not_sent_gives_up_its_place(world: SessionHarness) -> None:
+    """A refused call and one that is stopped before its record is committed are released, and nothing else is."""
+    session_id = world.create()
+    said = requests.Append(op="append", session_id=session_id, messages=[QUESTION, asking("a")])
+    world.sessions.append(world.client, said, world.sink)
+    call = request("a").model_copy(update={"session_id": session_id})
+    runner, refused = Runner(), Runner()
+    assert world.journal is not None
+    world.journal.holding = True
+    world.sessions.call_mcp_tool(world.client, call, world.sink, runner)
+    with pytest.raises(InferenceCenterError):
+        world.sessions.call_mcp_tool(world.client, call, world.sink, refused)
+    assert (runner.happened, refused.happened) == ([], ["released"])
+    world.abort(session_id)
+    world.journal.let_go()
+    assert runner.happened == ["released"]
+    world.journal.holding = False
+    world.journal.let_go()
+    runner = Runner()
+    world.sessions.call_mcp_tool(world.client, call, world.sink, runner)
+    assert runner.happened == ["started"]
 
 
 def test_results_count_in_the_replay_buffer() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -30,17 +31,16 @@ from inferencecenter.protocol.requests import CallMcpTool
 from inferencecenter.protocol.values import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from inferencecenter.api.request_context import RequestContext
     from inferencecenter.api.responses.request_schemas import DeclaredMcpServer
     from inferencecenter.api.responses.response_schemas import McpOutputItem, McpToolName, Note
     from inferencecenter.api.responses.serializers import ResponseRef
-    from inferencecenter.mcp.gateway import ServerTool, ToolOutcome
+    from inferencecenter.mcp.gateway import ServerTool
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import ToolCall
     from inferencecenter.server.context import ServerContext
-    from inferencecenter.sessions.context import ScheduledCall
 
 _RequestT = TypeVar("_RequestT", bound=CreateResponse)
 
@@ -237,20 +237,22 @@ async def _run(
     """Run a call in the session of its response; it continues when the client disconnects.
 
     Raises:
-        InferenceCenterError: See ``McpGateway.check_call`` and ``LiveSession.call_mcp_tool``.
+        InferenceCenterError: See ``McpGateway.reserve_call`` and ``LiveSession.call_mcp_tool``.
     """
     client, server = request_context.client, chosen.server_label
-    context.mcp.check_call(server, chosen.name, client_id=client.client_id, scopes=client.scopes)
-
-    def start(tool: str, arguments: str, on_end: Callable[[ToolOutcome], None]) -> ScheduledCall:
-        context.audit(client, request_context.address, AuditEvent.MCP_TOOL_CALLED, f"{server}/{tool}")
-        return context.mcp.start_call(server, tool, arguments, client_id=client.client_id, on_end=on_end)
-
+    what = f"{server}/{chosen.name}"
+    reservation = context.mcp.reserve_call(
+        server,
+        chosen.name,
+        client_id=client.client_id,
+        scopes=client.scopes,
+        on_start=partial(context.audit, client, request_context.address, AuditEvent.MCP_TOOL_CALLED, what),
+    )
     request = CallMcpTool(
         op="call_mcp_tool", session_id=place.session_id, call_id=call.call_id, server=server, tool=chosen.name
     )
     sink = _CallSink(call.call_id)
-    context.sessions.call_mcp_tool(client, request, sink, start)
+    context.sessions.call_mcp_tool(client, request, sink, reservation)
     try:
         return await request_context.wait_for(sink.ended)
     finally:

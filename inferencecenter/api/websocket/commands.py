@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from inferencecenter.api.embedding import Outcome
     from inferencecenter.api.websocket.connection import Connection
     from inferencecenter.auth.authentication import Credential
-    from inferencecenter.mcp.gateway import ServerTool, ToolOutcome
+    from inferencecenter.mcp.gateway import ServerTool
     from inferencecenter.models.library import ModelDownload
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.sessions.context import ScheduledCall
 
 
 def auth(connection: Connection, request: requests.Auth) -> Event | None:
@@ -285,13 +284,14 @@ def _call_mcp_tool(connection: Connection, request: requests.CallMcpTool) -> Non
     context, client = connection.context, connection.client
     call = context.sessions.pending_call(client, request.session_id, request.call_id)
     tool = request.tool or (call.name if call is not None else "")
-    context.mcp.check_call(request.server, tool, client_id=client.client_id, scopes=client.scopes)
-
-    def run(tool: str, arguments: str, on_end: Callable[[ToolOutcome], None]) -> ScheduledCall:
-        connection.audit(AuditEvent.MCP_TOOL_CALLED, detail=f"{request.server}/{tool}")
-        return context.mcp.start_call(request.server, tool, arguments, client_id=client.client_id, on_end=on_end)
-
-    context.sessions.call_mcp_tool(client, request, connection, run)
+    reservation = context.mcp.reserve_call(
+        request.server,
+        tool,
+        client_id=client.client_id,
+        scopes=client.scopes,
+        on_start=partial(connection.audit, AuditEvent.MCP_TOOL_CALLED, detail=f"{request.server}/{tool}"),
+    )
+    context.sessions.call_mcp_tool(client, request, connection, reservation)
 
 
 def _list_presets(connection: Connection, _request: requests.ListPresets) -> Event:
