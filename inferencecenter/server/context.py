@@ -351,7 +351,7 @@ class ServerContext:
         self.hub.close_revoked(living)
         self.hub.close_disallowed(self.limits_of)
         self.hub.set_account_limits(limits)
-        self.sessions.set_limits(limits)
+        self.sessions.set_account_limits(limits)
 
     def limits_changed(self, defaults: AccessLimits) -> None:
         """Apply limits changed in the settings or ``clients.toml``.
@@ -362,7 +362,7 @@ class ServerContext:
             InferenceCenterError: ``storage_unavailable``.
         """
         self.quotas.reload(defaults)
-        self.sessions.set_limits(self.accounts.session_limits())
+        self.sessions.set_account_limits(self.accounts.session_limits())
         self.hub.close_disallowed(self.limits_of)
 
     def models_for(self, client: Principal) -> tuple[ModelSummary, ...]:

@@ -172,6 +172,7 @@ class SessionManager:
             stateless_ttl_s=stateless_ttl_s,
             max_transcript_chars=max_transcript_chars,
         )
+        self._accounts: frozenset[str] = frozenset()
         self.archive = SessionArchive(
             archive,
             journal=self._journal,
@@ -247,7 +248,7 @@ class SessionManager:
             clean: Whether all published events were stored. If not, the positions of clients are invalid.
             limits: The limits of the accounts.
         """
-        self.set_limits(limits)
+        self.set_account_limits(limits)
         sessions = restore_sessions(stored, clean=clean, services=self._services)
         for session in sessions:
             self._table.add(session)
@@ -260,11 +261,20 @@ class SessionManager:
                 archived=self.archive.n_sessions,
             )
 
-    def set_limits(self, limits: Mapping[str, AccountLimits]) -> None:
-        """Set how long the sessions of clients are kept, and how much they may store, by client id."""
-        self._table.set_retention({client_id: each.retention_days for client_id, each in limits.items()})
+    def set_account_limits(self, limits: Mapping[str, AccountLimits]) -> None:
+        """Set the limits of the sessions of all accounts, by client id; deleted ones get the daemon's.
+
+        Clients of an external service are no accounts here, and keep the limits that it gave them.
+        """
+        for client_id in self._accounts - limits.keys():
+            self._set_limits(client_id, retention_days=None, archive_mib=None)
+        self._accounts = frozenset(limits)
         for client_id, each in limits.items():
-            self.archive.set_limit(client_id, each.archive_mib)
+            self._set_limits(client_id, retention_days=each.retention_days, archive_mib=each.archive_mib)
+
+    def _set_limits(self, client_id: str, *, retention_days: float | None, archive_mib: int | None) -> None:
+        self._table.set_retention(client_id, retention_days)
+        self.archive.set_limit(client_id, archive_mib)
 
     def engine_changed(self, name: str, status: EngineStatus) -> None:
         """Prepare for turns of a model when its engine is ready."""
@@ -603,9 +613,7 @@ class SessionManager:
         self, client: Principal, session: LiveSession, *, parent: LiveSession | None = None
     ) -> events.SessionCreated:
         config = session.config
-        self.set_limits(
-            {client.client_id: AccountLimits(client.max_sessions, client.retention_days, client.archive_mib)}
-        )
+        self._set_limits(client.client_id, retention_days=client.retention_days, archive_mib=client.archive_mib)
         nearly = self.archive.check_new(client.client_id) if config.store else ()
         created = events.SessionCreated(
             session_id=config.session_id,

@@ -15,7 +15,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from inferencecenter.config.settings import SessionSettings
     from inferencecenter.sessions.context import EventSink, Principal, ScheduledCall
@@ -257,16 +257,15 @@ class SessionTable:
         own = [each for each in self.of_client(client_id) if each.is_archivable and each is not excluded]
         return min(own, key=lambda each: (each.sink is not None, -each.unused_s, -each.idle_s), default=None)
 
-    def set_retention(self, own_days: Mapping[str, float | None]) -> None:
-        """Set the retention of clients in days; ``None`` selects the default of the daemon."""
-        for client_id, days in own_days.items():
-            if self.own_retention_days.get(client_id) != days:
-                # Clients with the default have no entry.
-                self.own_retention_days.pop(client_id, None)
-                if days is not None:
-                    self.own_retention_days[client_id] = days
-                for session in self.all_of(client_id):
-                    self._schedule_expiry(session)
+    def set_retention(self, client_id: str, days: float | None) -> None:
+        """Set the retention of a client in days; ``None`` selects the default of the daemon."""
+        if self.own_retention_days.get(client_id) != days:
+            # Clients with the default have no entry.
+            self.own_retention_days.pop(client_id, None)
+            if days is not None:
+                self.own_retention_days[client_id] = days
+            for session in self.all_of(client_id):
+                self._schedule_expiry(session)
 
     def add(self, session: LiveSession) -> None:
         """Add a session, regardless of the limits."""

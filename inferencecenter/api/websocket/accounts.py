@@ -17,7 +17,6 @@ from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import invalid_request
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import AccessToken, AccountSummary
-from inferencecenter.sessions.context import AccountLimits
 
 if TYPE_CHECKING:
     from inferencecenter.api.websocket.connection import Connection
@@ -152,7 +151,6 @@ def delete_account(connection: Connection, request: requests.DeleteAccount) -> N
             raise _unknown_account(name)
         # A token that was created meanwhile may have a socket, and that a session.
         context.tokens_changed()
-        context.sessions.set_limits({name: AccountLimits(context.account_defaults.default_max_sessions, None, None)})
         if deletes:
             context.history.forget(name)
             if context.sessions.holds_any(name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +15,13 @@ from inferencecenter.auth import accounts as accounts_module
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.requests import CreateSession
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import AccessLimitChanges
+from inferencecenter.sessions.context import Principal
 from tests.api.websocket.test_administration import connect
 from tests.server.harness import Running, ask, close_code, receive
+from tests.sessions.conftest import FakeSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,6 +151,24 @@ async def test_limits_of_an_account_apply_at_once(server: Running) -> None:
         server.engine.finish(turn_id)
     line = server.accounts.audit_lines(last=1, event=AuditEvent.CLIENT_CHANGED)[0]
     assert (line.actor, line.detail) == ("root", "max_sessions=2 limits concurrent_turns=1 max_tokens=none")
+
+
+async def test_limits_of_an_account_end_with_it(server: Running) -> None:
+    """After a deletion by a command its sessions have the daemon's limits; those of an external service stay."""
+    context, sessions = server.context, server.context.sessions
+    server.accounts.create_client("bob", max_sessions=4, priority="normal", retention_days=2.5, archive_mib=3)
+    external = Principal("eve", 4, "normal", frozenset({"user"}), retention_days=1.5)
+    sessions.create(external, CreateSession(op="create_session"), FakeSink())
+
+    def limits() -> dict[str, tuple[float | None, int]]:
+        usages = {name: sessions.archive.usage(replace(external, client_id=name)) for name in ("bob", "eve")}
+        return {name: (each.retention_days, each.max_stored_chars // 2**20) for name, each in usages.items()}
+
+    context.tokens_changed()
+    assert limits() == {"bob": (2.5, 3), "eve": (1.5, 1024)}
+    assert server.accounts.remove_client("bob", detail="")
+    context.tokens_changed()
+    assert limits() == {"bob": (None, 1024), "eve": (1.5, 1024)}
 
 
 async def test_limits_of_stored_sessions_apply_at_once(server: Running) -> None:
