@@ -22,7 +22,7 @@ from websockets.typing import Origin
 
 from inferencecenter.auth.clients_file import ClientEntry
 from tests.documentation import read_page
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from tests.service.harness import ServiceManager, StartedDaemon, start_service
 
 if TYPE_CHECKING:

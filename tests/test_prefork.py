@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter import __version__
-from tests.e2e.harness import free_port
 from tests.leftovers import leftovers
+from tests.ports import free_port
 from tests.prefork import fork_program
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -32,7 +32,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import Status
 from inferencecenter.protocol.requests import Status as AskStatus
 from tests.benchmarks.peer_server import FakeServer, serving
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from benchmarks.daemon_process import RunningDaemon

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.peer_process import filled, start_peer
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,8 @@ from benchmarks.model import SHAPES, write_model
 from benchmarks.peers import detect, make_target
 from benchmarks.target import TargetSpec, Work
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from tests.e2e.harness import Daemon, free_port, run_daemon
+from tests.e2e.harness import Daemon, run_daemon
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

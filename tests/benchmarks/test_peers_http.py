@@ -11,7 +11,7 @@ from benchmarks.peers import detect, make_target
 from benchmarks.target import Opening, TargetSpec, Work
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from tests.benchmarks.peer_server import BOS, FakeServer, serving
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

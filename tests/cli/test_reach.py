@@ -16,7 +16,7 @@ from inferencecenter.cli.checks import Check, CheckResult
 from inferencecenter.cli.reach import own_tls, own_url, reach_daemon
 from inferencecenter.config.settings import Settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from tests.service.harness import ServiceManager, StartedDaemon, start_service
 
 if TYPE_CHECKING:

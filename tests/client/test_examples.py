@@ -21,7 +21,8 @@ import pytest
 from playwright.async_api import async_playwright, expect
 
 from tests.client.test_real_daemon import proxy_to
-from tests.e2e.harness import Daemon, free_port, run_daemon
+from tests.e2e.harness import Daemon, run_daemon
+from tests.ports import free_port
 from tests.web.browser import find_browser, launch
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ import contextlib
 import http
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,12 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
+from tests.ports import free_port
 from tests.prefork import fork_program
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-_LISTENING_PORTS = range(20_000, 32_768)  # the kernel takes those above for connections
 START_TIMEOUT_S = 240.0
 REPLY_TIMEOUT_S = 60.0
 LOOP_BOUND_MS = 250
@@ -40,15 +38,6 @@ Message = dict[str, Any]
 
 ENDLESS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 """Parameters of a turn that runs until it is aborted, or for thousands of tokens."""
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, below the range from which the kernel takes ports of outgoing connections."""
-    while True:
-        port = secrets.choice(_LISTENING_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class MetricsPage:

@@ -13,7 +13,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from inferencecenter.protocol.codec import REQUESTS
-from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, SocketClient, connect_client, free_port
+from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, SocketClient, connect_client
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from inferencecenter.client.blocking import BlockingClient
 from inferencecenter.protocol.values import Tool
 from tests.e2e.harness import Daemon, Message, SocketClient, command_line, connect_client
 from tests.mcp.daemon import declared, mcp_daemon
-from tests.mcp.server import FILE, HOSTILE, STDIO, CallFile, serve
+from tests.mcp.serving import CONNECT_TIMEOUT_S, FILE, HOSTILE, STDIO, CallFile, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -288,6 +288,7 @@ async def test_process_of_a_server_dies_with_a_killed_daemon(tmp_path: Path, cal
     """It runs in the daemon's place, without its sockets, and is gone when the daemon was killed."""
     server: dict[str, Any] = {"scope": "user", "env": {FILE: str(calls.path)}}
     server |= {"command": STDIO["command"], "args": STDIO["args"], "directory": str(STDIO["directory"])}
+    server["connect_timeout_s"] = CONNECT_TIMEOUT_S
     with mcp_daemon(tmp_path, {"local": server}) as daemon:
         async with connect_client(daemon) as client:
             session_id, call_id = await ask_for_call(client, "weather in Oslo")

@@ -14,7 +14,7 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
 
 from tests.mcp.daemon import declared, mcp_daemon
-from tests.mcp.server import CallFile, serve
+from tests.mcp.serving import CallFile, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -36,7 +36,7 @@ from inferencecenter.mcp.connection import (
     _tls_context,
 )
 from inferencecenter.mcp.gateway import McpLostError, McpRefusedError, McpUnreachableError
-from tests.mcp.server import CallFile, serve
+from tests.mcp.serving import CONNECT_TIMEOUT_S, CallFile, serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -55,7 +55,8 @@ async def connected(
     port: int, *, tools_changed: Callable[[], None] = lambda: None, **settings: Any
 ) -> AsyncIterator[McpConnection]:
     """A connection to a server on this machine, closed at the end."""
-    tasks, server = TaskGroup("test"), McpServerSettings(url=f"http://127.0.0.1:{port}/mcp", **settings)
+    tasks, values = TaskGroup("test"), {"connect_timeout_s": CONNECT_TIMEOUT_S, **settings}
+    server = McpServerSettings(url=f"http://127.0.0.1:{port}/mcp", **values)
     connection = McpConnection(server, tasks=tasks, tools_changed=tools_changed)
     try:
         yield connection

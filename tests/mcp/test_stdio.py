@@ -16,7 +16,7 @@ from inferencecenter.config.sections import McpServerSettings
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.mcp.connection import McpConnection
 from inferencecenter.mcp.gateway import McpLostError, McpUnreachableError
-from tests.mcp.server import FILE, STDIO, CallFile
+from tests.mcp.serving import CONNECT_TIMEOUT_S, FILE, STDIO, CallFile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def running(**settings: Any) -> AsyncIterator[McpConnection]:
     """A connection to a server that is a process, closed at the end."""
-    tasks = TaskGroup("test")
-    connection = McpConnection(McpServerSettings(**settings), tasks=tasks, tools_changed=lambda: None)
+    tasks, server = TaskGroup("test"), McpServerSettings(connect_timeout_s=CONNECT_TIMEOUT_S, **settings)
+    connection = McpConnection(server, tasks=tasks, tools_changed=lambda: None)
     try:
         yield connection
     finally:
@@ -115,7 +115,7 @@ async def test_grandchildren_end_too(tmp_path: Path) -> None:
     """A server that ignores the end of its input, and what it started, are killed."""
     path = tmp_path / "pids"
     script = f"trap '' TERM HUP; sleep 1000 & echo $! $$ > {path}.new; mv {path}.new {path}; sleep 1000"
-    async with running(**shell(script), connect_timeout_s=60) as connection:
+    async with running(**shell(script)) as connection:
         opening = asyncio.ensure_future(connection.open())  # noqa: TID251 - it is awaited below
         await asyncio.to_thread(wait_for_file, path)
         pids = [int(pid) for pid in path.read_text().split()]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from inferencecenter.hardware import ggml
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from playwright.async_api import expect
 
 from tests.e2e.harness import connect_client
 from tests.mcp.daemon import declared, mcp_daemon
-from tests.mcp.server import HOSTILE, CallFile, serve
+from tests.mcp.serving import HOSTILE, CallFile, serve
 from tests.web.browser import MARKS, PHONE, Visit, barriers, signed_in
 
 if TYPE_CHECKING:

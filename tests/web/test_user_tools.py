@@ -10,7 +10,7 @@ from playwright.async_api import expect
 
 from tests.e2e.harness import connect_client
 from tests.mcp.daemon import declared, mcp_daemon
-from tests.mcp.server import CallFile, serve
+from tests.mcp.serving import CallFile, serve
 from tests.web.browser import MARKS, PHONE, barriers, signed_in
 
 if TYPE_CHECKING:
