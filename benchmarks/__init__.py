@@ -1,1 +1,1 @@
-"""Measured speed: the same work on this daemon and on others, side by side."""
+"""Benchmarks: run the same work on this daemon and on other servers, side by side."""

@@ -41,7 +41,7 @@ def bench(  # noqa: PLR0913 - one argument an option
         Path | None, typer.Option(help="GGUF file.", metavar="FILE", show_default="the bundled one")
     ] = None,
     draft: Annotated[
-        Path | None, typer.Option(help="GGUF file of a model that drafts for it.", metavar="FILE", show_default=False)
+        Path | None, typer.Option(help="GGUF file of the draft model.", metavar="FILE", show_default=False)
     ] = None,
     backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
     slots: Annotated[int | None, typer.Option(help="Slots of our daemon.", show_default="the scenario's")] = None,
@@ -83,7 +83,7 @@ def bench(  # noqa: PLR0913 - one argument an option
     ] = None,
     peer_token: Annotated[
         list[str] | None,
-        typer.Option(help="The token that a peer wants.", metavar="NAME=TOKEN", show_default=False),
+        typer.Option(help="Token for a peer.", metavar="NAME=TOKEN", show_default=False),
     ] = None,
     peer_command: Annotated[
         list[str] | None,
@@ -96,7 +96,7 @@ def bench(  # noqa: PLR0913 - one argument an option
     assume_same: Annotated[
         list[str] | None,
         typer.Option(
-            help="A fact that a peer does not report, taken to be as here; may be repeated.",
+            help="A fact that a peer does not report, assumed to be equal; may be repeated.",
             metavar="FACT",
             show_default=False,
         ),
@@ -110,7 +110,7 @@ def bench(  # noqa: PLR0913 - one argument an option
     url: Annotated[
         str | None, typer.Option(help="A running daemon to measure instead of one of our own.", show_default=False)
     ] = None,
-    token: Annotated[str | None, typer.Option(help="The token it wants.", show_default=False)] = None,
+    token: Annotated[str | None, typer.Option(help="Token for that daemon.", show_default=False)] = None,
 ) -> None:
     """Measure speed, alone or side by side with other servers; docs/benchmarks.md explains the scenarios."""
     if scenario == _LIST:
@@ -149,7 +149,7 @@ def bench(  # noqa: PLR0913 - one argument an option
 
 
 class ProgressBar:
-    """Shows on standard error how many runs are done and which one is at work."""
+    """Shows on standard error how many runs are done and which one is running."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -157,7 +157,7 @@ class ProgressBar:
         self._expected = 0
 
     def expect(self, runs: int) -> None:
-        """Take so many more runs into the bar."""
+        """Add runs to the total."""
         self._expected += runs
         self._progress.update(self._task, total=self._expected)
 
@@ -166,7 +166,7 @@ class ProgressBar:
         self._progress.update(self._task, description=what)
 
     def done(self) -> None:
-        """Move on by one run."""
+        """Advance by one run."""
         self._progress.advance(self._task)
 
 

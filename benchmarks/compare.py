@@ -27,7 +27,7 @@ _RELEASE: Final = re.compile(r"\bb(\d+)\b")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Whether ratios may be printed: not with ``refusals``, each a sentence; ``assumed`` names facts taken on trust."""
+    """Whether ratios may be printed: not with ``refusals``, each a sentence; ``assumed`` names facts taken as equal."""
 
     refusals: tuple[str, ...]
     assumed: tuple[str, ...]

@@ -244,12 +244,12 @@ class Launch:
         )
 
     async def kill(self) -> None:
-        """End the process as a lack of memory would."""
+        """Kill the process, as the kernel does when memory is exhausted."""
         self._process.kill()
         await self._process.wait()
 
     async def stop(self) -> None:
-        """End the process as an operator would."""
+        """Terminate the process, as an operator does."""
         await stop(self._process)
 
 
@@ -293,9 +293,9 @@ class _Output:
             async with asyncio.timeout(START_LIMIT_S), self._changed:
                 await self._changed.wait_for(lambda: condition() or self._has_ended)
         if not condition():
-            said = b"".join(self._last).decode(errors="replace").strip()
+            output = b"".join(self._last).decode(errors="replace").strip()
             raise InferenceCenterError(
-                ErrorCode.ENGINE_UNAVAILABLE, "the daemon did not become ready: " + (said or "it said nothing")
+                ErrorCode.ENGINE_UNAVAILABLE, "the daemon did not become ready: " + (output or "it printed nothing")
             )
 
     async def _notify(self) -> None:
@@ -354,7 +354,7 @@ async def start_daemon(settings: DaemonSettings, *, name: str = OURS) -> AsyncIt
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:
-    """End a server as an operator would, or by force when it does not obey."""
+    """Terminate a server, as an operator does, and kill it if it does not exit."""
     if process.returncode is None:
         process.terminate()
     try:

@@ -1,4 +1,4 @@
-"""The load generator as the measuring process sees it."""
+"""Starts the load generator and sends it jobs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LoadGenerator:
         return received
 
     async def close(self) -> None:
-        """End the process: by the end of its input, or by its id when it does not obey."""
+        """End the process by closing its input, and kill it if it does not exit."""
         assert self._process.stdin is not None, "started with pipes"
         self._process.stdin.close()
         try:

@@ -40,8 +40,8 @@ class TurnSize(msgspec.Struct, frozen=True):
 class Round(TurnSize, frozen=True):
     """One turn of each client, started at the same moment.
 
-    ``clients`` are those that take part, by their numbers from 0, all when unset. With ``at_once`` only so many begin,
-    the lowest numbers, and when all of them have ended so many more. All prompts begin with the same
+    ``clients`` are the numbers of those that take part, counted from 0; all if unset. With ``at_once`` only that many
+    begin, the lowest numbers first, and as many again when all of them have ended. All prompts begin with the same
     ``opening_tokens``, which are part of their tokens.
     """
 
@@ -49,7 +49,7 @@ class Round(TurnSize, frozen=True):
     at_once: int | None = None
     opening_tokens: int = 0
 
-    def speakers(self, n_clients: int) -> tuple[int, ...]:
+    def active_clients(self, n_clients: int) -> tuple[int, ...]:
         """Return the numbers of the participating clients."""
         return tuple(range(n_clients)) if self.clients is None else self.clients
 
@@ -57,8 +57,8 @@ class Round(TurnSize, frozen=True):
 class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Turns that clients start together, round after round; with ``continues`` each stays in its conversation.
 
-    With ``pinned`` client i asks for slot i at servers where one can. ``warm_up`` is a turn of every client before the
-    first round, in a conversation of its own.
+    With ``pinned`` client i requests slot i from servers that support this. ``warm_up`` is a turn of every client
+    before the first round, in a conversation of its own.
     """
 
     target: TargetSpec
@@ -71,7 +71,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``streams`` clients start a turn each; when all have had ``after_tokens`` pieces of text, one more client comes.
+    """``streams`` clients start a turn each; when each has ``after_tokens`` pieces of text, another client starts one.
 
     The newcomer is the last client of the answer. ``warm_up`` is as in ``Rounds``.
     """
@@ -86,7 +86,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Aborts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Clients that each abort ``count`` turns: after so many pieces of text, or while the prompt is read."""
+    """Clients that each abort ``count`` turns: after a number of pieces of text, or during prefill."""
 
     target: TargetSpec
     clients: int
@@ -98,7 +98,7 @@ class Aborts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Open more connections to a daemon, each with so many sessions, and keep them until ``Release``."""
+    """Open more connections to a daemon, each with a number of sessions, and keep them until ``Release``."""
 
     target: TargetSpec
     connections: int
@@ -124,7 +124,7 @@ class Turns(msgspec.Struct, frozen=True, tag=True):
     def by_round(self, rounds: Sequence[Round]) -> tuple[tuple[TurnTrace, ...], ...]:
         """Return the turns of each round, in the order of their clients, of a job that had these rounds."""
         coming = [iter(turns) for turns in self.clients]
-        return tuple(tuple(next(coming[index]) for index in each.speakers(len(self.clients))) for each in rounds)
+        return tuple(tuple(next(coming[index]) for index in each.active_clients(len(self.clients))) for each in rounds)
 
 
 class Aborted(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +135,7 @@ class Aborted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Holding(msgspec.Struct, frozen=True, tag=True):
-    """So many connections are open now."""
+    """The number of open connections."""
 
     connections: int
 

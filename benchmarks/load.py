@@ -98,13 +98,13 @@ class Generator:
     async def _together(
         self, client: Callable[[int, TargetSession], Coroutine[None, None, None]], spec: TargetSpec, *, clients: int
     ) -> None:
-        """Run so many clients at the same time."""
+        """Run a number of clients concurrently."""
         async with self._sessions(spec, clients) as sessions:
             await together(client(index, session) for index, session in enumerate(sessions))
 
     @asynccontextmanager
     async def _sessions(self, spec: TargetSpec, clients: int) -> AsyncIterator[list[TargetSession]]:
-        """Open a connection for each of so many clients."""
+        """Open a connection for each client."""
         if spec not in self._targets:  # cached, because a target probes the tokenizer once
             self._targets[spec] = make_target(spec)
         async with AsyncExitStack() as open_sessions:
@@ -172,10 +172,10 @@ async def _rounds(job: Rounds, sessions: Sequence[TargetSession]) -> list[list[T
 
 
 def _groups(each: Round, n_clients: int) -> list[tuple[int, ...]]:
-    """Return the clients of a round, those together that begin together."""
-    speakers = each.speakers(n_clients)
-    size = each.at_once or len(speakers)
-    return [speakers[start : start + size] for start in range(0, len(speakers), size)]
+    """Return the clients of a round, grouped by when they begin."""
+    active = each.active_clients(n_clients)
+    size = each.at_once or len(active)
+    return [active[start : start + size] for start in range(0, len(active), size)]
 
 
 def _work(job: Rounds, number: int, index: int) -> Work:
@@ -259,7 +259,7 @@ class _Aborts:
 
 
 def _sound(trace: Trace) -> Trace:
-    """Return the trace of a turn that went well: numbers that leave out failed turns would flatter.
+    """Return the trace of a successful turn; figures that leave out failed turns would be too good.
 
     Raises:
         InferenceCenterError: ``engine_unavailable`` when the turn failed.
@@ -276,7 +276,7 @@ def _frozen(traces: list[list[TurnTrace]]) -> tuple[tuple[TurnTrace, ...], ...]:
 
 
 async def serve() -> None:
-    """Do the jobs on standard input until it ends."""
+    """Run the jobs of standard input until it ends."""
     jobs = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(jobs), sys.stdin.buffer)

@@ -184,7 +184,7 @@ def _byte_spellings() -> list[str]:
 
 
 def write_vocabulary(writer: GGUFWriter, shape: Shape) -> None:
-    """Write as many tokens as the shape has, with what belongs to them."""
+    """Write the shape's number of tokens with their types and merges."""
     spellings = _byte_spellings()
     space = spellings[ord(" ")]
     words = [space + letter for letter in string.ascii_lowercase]
@@ -203,7 +203,7 @@ def write_vocabulary(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def copy_vocabulary(writer: GGUFWriter, shape: Shape, source: Path) -> None:
-    """Write the vocabulary of another file, with its chat template.
+    """Write the vocabulary and the chat template of another file.
 
     Raises:
         OSError: The file cannot be read.

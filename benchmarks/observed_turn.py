@@ -19,20 +19,20 @@ class Difference:
     first: int | None = None
 
 
-def difference(said: str, shown: str) -> Difference:
-    """Return the missing and additional characters of ``shown`` relative to ``said``."""
-    if said == shown:
+def difference(expected: str, shown: str) -> Difference:
+    """Return the missing and additional characters of ``shown`` relative to ``expected``."""
+    if expected == shown:
         return Difference()
     lost = extra = 0
-    for change, said_from, said_to, shown_from, shown_to in SequenceMatcher(
-        None, said, shown, autojunk=False
+    for change, expected_from, expected_to, shown_from, shown_to in SequenceMatcher(
+        None, expected, shown, autojunk=False
     ).get_opcodes():
         if change != "equal":
-            lost += said_to - said_from
+            lost += expected_to - expected_from
             extra += shown_to - shown_from
     first = next(
-        (place for place, (one, other) in enumerate(zip(said, shown, strict=False)) if one != other),
-        min(len(said), len(shown)),
+        (place for place, (one, other) in enumerate(zip(expected, shown, strict=False)) if one != other),
+        min(len(expected), len(shown)),
     )
     return Difference(lost, extra, first)
 
@@ -66,7 +66,7 @@ class ObservedTurn:
         return self._seq
 
     def take(self, frame: Frame, *, now_s: float) -> None:
-        """Take an event of the turn."""
+        """Record an event of the turn."""
         if frame.seq is not None:
             self.misnumbered += frame.seq <= self._seq
             self._seq = frame.seq
@@ -79,5 +79,5 @@ class ObservedTurn:
             self.ended_s = self.ended_s or now_s
 
     def begin_at(self, seq: int) -> None:
-        """Take it that the events of the session up to this number are known."""
+        """Treat the events of the session up to this number as received."""
         self._seq = seq

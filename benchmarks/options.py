@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 RestartBy: TypeAlias = Literal["term", "kill"]
-"""How a daemon is brought to its end: as an operator would, or without warning."""
+"""How a daemon is ended: by SIGTERM, as an operator does, or by SIGKILL."""
 
 _RANGES: Final = {
     "slots": (1, 256),
@@ -49,7 +49,7 @@ class Options:
 
     Attributes:
         model: GGUF file; the bundled one when not given.
-        draft: GGUF file of a model that drafts for it.
+        draft: GGUF file of the draft model.
         backend: What decodes in our own daemon.
         slots: Slots of our daemon.
         n_ctx: Tokens of context per slot.
@@ -64,9 +64,9 @@ class Options:
         sessions: Open sessions.
         restart_by: How the daemon ends before it is started again.
         peers: Servers measured beside ours.
-        assume_same: Facts that a peer does not report and that are taken to be as here.
+        assume_same: Facts that a peer does not report and that are assumed to be equal.
         url: A running daemon to measure instead of one of our own.
-        token: The token it wants.
+        token: The token for that daemon.
     """
 
     model: Path | None = None

@@ -1,4 +1,4 @@
-"""Streams that lost their engine: their pauses, and the expected part of these. Pure."""
+"""Pauses of streams that lost their engine, and the part of them that loading and prefill explain. Pure."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Outage:
         )
 
     def beyond_s(self, *, prefill_tok_s: float) -> float | None:
-        """Return how much longer the longest pause was than loading and reading take; ``None`` without a pause."""
+        """Return the longest pause less the time of loading and prefill; ``None`` without a pause."""
         pauses = (*self.gaps_s(), *self.waits_s())
         return max(pauses) - self.load_s - self.tokens_to_read() / prefill_tok_s if pauses else None
 

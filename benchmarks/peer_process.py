@@ -1,4 +1,4 @@
-"""Another server, started to see how long it takes."""
+"""Starts another server and measures how long that takes."""
 
 from __future__ import annotations
 

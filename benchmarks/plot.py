@@ -1,4 +1,4 @@
-"""Throughput and delays against the number of clients, as an SVG file that needs nothing else."""
+"""Plots throughput and delays against the number of clients, as a self-contained SVG file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as a record: everything that is needed to judge its numbers, or to repeat it."""
+"""The record of a run: all that is needed to assess its figures, or to repeat it."""
 
 from __future__ import annotations
 

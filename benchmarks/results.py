@@ -1,4 +1,4 @@
-"""What a scenario found: metrics of repetitions, side by side, and the ratios between the sides."""
+"""Results of a scenario: metrics of repetitions, side by side, and the ratios between the sides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Better: TypeAlias = Literal["higher", "lower"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number; ``better`` is unset where neither direction is, and then no ratio is taken."""
+    """One number; ``better`` is unset if neither direction is better, and then there is no ratio."""
 
     name: str
     unit: str
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One server: what it runs, and whether it may be compared with ours; our own side has no comparison."""
+    """One server: its facts, and whether it may be compared with ours; our own side has no comparison."""
 
     facts: TargetFacts
     comparison: Comparison | None
@@ -65,7 +65,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything one scenario found; ``markdown`` is to be copied into a page."""
+    """All results of one scenario; ``markdown`` is to be copied into a page."""
 
     scenario: str
     sides: tuple[Side, ...]
@@ -73,7 +73,7 @@ class Report:
     markdown: str = ""
 
     def sides_of(self, point: Point) -> tuple[Side, ...]:
-        """Return what the servers ran at a point."""
+        """Return the sides of a point."""
         return point.sides or self.sides
 
 

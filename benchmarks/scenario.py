@@ -1,4 +1,4 @@
-"""What a scenario is."""
+"""The description of a scenario, and options that scenarios share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPARE_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One thing that is measured.
+    """One benchmark.
 
     Attributes:
         name: As it is called on the command line.
@@ -49,7 +49,6 @@ class Scenario:
 
 
 def required(value: T | None) -> T:
-    """Return an option that the scenario has a default for."""
     assert value is not None, "the scenario's defaults have a value for each option that it reads"
     return value
 

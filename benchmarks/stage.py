@@ -1,4 +1,4 @@
-"""What scenarios use: servers that are up, the load generator, and repetitions in which the sides alternate."""
+"""What scenarios use: running servers, the load generator, and repetitions in which the sides alternate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Progress(Protocol):
     """Called with the progress of a run."""
 
     def expect(self, runs: int) -> None:
-        """So many more runs are to come."""
+        """Announce further runs."""
 
     def begin(self, what: str) -> None:
         """A run begins."""
@@ -74,7 +74,7 @@ class Measured(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is up; ``daemon`` is set for one that the benchmark started."""
+    """A running server; ``daemon`` is set for one that the benchmark started."""
 
     spec: TargetSpec
     side: Side
@@ -82,7 +82,7 @@ class Server:
 
 
 class Stage:
-    """Servers that are up, ours first, and what was measured on them so far.
+    """Running servers, ours first, and what was measured on them so far.
 
     Args:
         bench: The run.
@@ -98,7 +98,7 @@ class Stage:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """What each server runs."""
+        """The facts of each server."""
         return tuple(server.side for server in self.servers)
 
     @property
@@ -115,10 +115,10 @@ class Stage:
         answer: type[A],
         read: Callable[[Measured[A]], Result],
     ) -> None:
-        """Run a job on each side in turn, as often as is wanted, and keep the results as one point.
+        """Run a job on each side in turn, with the configured number of repetitions, and keep the results as one point.
 
-        Only one server is under load at any moment. All are sent the same, except where sides are ways to speak to one
-        server, which would find for the one what it has read for the other.
+        Only one server is under load at any moment. All get the same prompts, except where the sides are protocols of
+        one server, whose cache would contain the prompts of the other side.
 
         Args:
             parameters: What distinguishes this point.
@@ -182,7 +182,7 @@ class Bench:
         self.progress.done()
 
     def settings(self, *, slots: int, n_ctx: int) -> DaemonSettings:
-        """Return the settings of our daemon: what the options say, else what the scenario needs."""
+        """Return the settings of our daemon: those of the options, else those that the scenario needs."""
         options = self.options
         backend = options.backend or "llama"
         return DaemonSettings(
@@ -202,7 +202,7 @@ class Bench:
         beside: Mapping[str, DaemonSettings] | None = None,
         protocols: Mapping[str, SpecTransform] | None = None,
     ) -> AsyncIterator[Stage]:
-        """Start our daemon, unless one is named, find the peers, and compare what they run.
+        """Start our daemon, unless one is named, detect the peers, and compare their facts.
 
         Args:
             settings: Of our daemon.
@@ -256,8 +256,8 @@ async def found(name: str, url: str, *, token: str | None = None) -> Server:
 
 async def started(daemon: RunningDaemon) -> Server:
     """Return our own daemon as a server."""
-    said = await make_target(daemon.spec).facts()
-    return Server(daemon.spec, Side(complete(said, daemon), None), daemon)
+    facts = await make_target(daemon.spec).facts()
+    return Server(daemon.spec, Side(complete(facts, daemon), None), daemon)
 
 
 def compared(ours: TargetFacts, theirs: TargetFacts, options: Options) -> Side:
@@ -265,12 +265,12 @@ def compared(ours: TargetFacts, theirs: TargetFacts, options: Options) -> Side:
     return Side(theirs, compare(ours, theirs, assume_same=options.assume_same or ()))
 
 
-def complete(said: TargetFacts, daemon: RunningDaemon) -> TargetFacts:
+def complete(facts: TargetFacts, daemon: RunningDaemon) -> TargetFacts:
     """Return a daemon's facts, completed with what is known of a daemon started here."""
     return replace(
-        said,
-        library=said.library or daemon.library,
-        threads=daemon.readiness.threads if said.threads is None else said.threads,
-        slots=daemon.readiness.slots if said.slots is None else said.slots,
-        n_ctx=daemon.readiness.n_ctx if said.n_ctx is None else said.n_ctx,
+        facts,
+        library=facts.library or daemon.library,
+        threads=daemon.readiness.threads if facts.threads is None else facts.threads,
+        slots=daemon.readiness.slots if facts.slots is None else facts.slots,
+        n_ctx=daemon.readiness.n_ctx if facts.n_ctx is None else facts.n_ctx,
     )

@@ -1,4 +1,4 @@
-"""Numbers from numbers: percentiles, medians with their range, ratios of paired repetitions."""
+"""Statistics: percentiles, medians with their range, ratios of paired repetitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report as people read it on a terminal."""
+"""A report as text for a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BAD: Final = "red"
 
 
 def render(report: Report) -> RenderableType:
-    """Return the sides' facts, the table, and why a ratio is not there."""
+    """Return the sides' facts, the table, and the reasons of missing ratios."""
     return Group(_facts(report), _table(report), *_remarks(report))
 
 

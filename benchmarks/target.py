@@ -1,8 +1,8 @@
-"""What a benchmark drives: servers that run turns, and what is seen of each turn from outside.
+"""Interfaces of the servers that a benchmark measures, and the trace of a turn as a client observes it.
 
-``peers`` implements the targets: ``detect(name, url, token=...)`` asks an address what it is and returns its
-``TargetSpec``; ``make_target(spec)`` returns the ``Target`` that speaks to it. A spec is plain data: the process that
-measures hands it to the one that makes the load.
+``peers`` implements the targets: ``detect(name, url, token=...)`` queries the server at an address and returns its
+``TargetSpec``; ``make_target(spec)`` returns the ``Target`` that sends it requests. A spec is plain data: the measuring
+process passes it to the load generator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TargetKind: TypeAlias = Literal[
     "codex",
     "claude-code",
 ]
-"""What is spoken.
+"""The API of a server that is measured.
 
 `chat-completions` and, over WebSocket, `responses` are our own daemon's, as is what the agents `codex` and
 `claude-code` send; `embeddings` is any server's `/v1/embeddings`.
@@ -36,10 +36,10 @@ TargetKind: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """Where a server is and what it speaks.
+    """The address and the API of a server.
 
     ``token`` is the bearer or account token, where one is needed. ``model`` is the model name that an OpenAI-compatible
-    server wants in each request; empty where it is not needed. ``stored`` conversations are written down by our daemon;
+    server requires in each request; empty if it is not needed. ``stored`` conversations are stored by our daemon;
     others end with their connection. Of our daemon's sessions, ``chat`` is whether prompts go through the model's
     template, and ``json_schema`` is the text of the schema that every answer follows; empty for none.
     """
@@ -122,7 +122,7 @@ class TurnTrace:
 
 @dataclass(frozen=True, slots=True)
 class AbortTrace:
-    """A turn that its client ended; ``aborted_s`` is when it asked, ``ended_s`` when the server had stopped."""
+    """A turn that its client aborted: ``aborted_s`` is the time of the abort, ``ended_s`` that of the server's stop."""
 
     started_s: float
     token_times_s: tuple[float, ...]
@@ -143,14 +143,14 @@ class TargetSession(Protocol):
         """
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
-        """Abort a turn after so many pieces of text, or while its prompt is read when ``None``."""
+        """Abort a turn after a number of pieces of text, or during prefill if it is ``None``."""
 
 
 class Target(Protocol):
     """A server that runs turns."""
 
     async def facts(self) -> TargetFacts:
-        """Query what the server runs.
+        """Query the facts of the server.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.

@@ -1,7 +1,7 @@
 """Derives rates and delays from traces of turns: pure functions of times.
 
-Tokens may spell nothing: a control token, half a character. A turn that has no text at all counts as one piece of it,
-at its end.
+A token may have no text, such as a control token or half a character. A turn without any text counts as one piece, at
+its end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Window:
 
     @property
     def length_s(self) -> float:
-        """How long it is; not positive when there was no such time."""
+        """The duration; not positive if there is no such window."""
         return self.end_s - self.start_s
 
 
@@ -89,21 +89,21 @@ def span(turns: Sequence[TurnTrace]) -> Window:
 def spread_tokens(turns: Sequence[TurnTrace]) -> float:
     """Return the greatest difference in generated tokens between two turns that were unfinished at the same moment.
 
-    A turn is unfinished from its request until its last piece of text, which no longer counts: a finished turn is
-    behind none. Pieces count as in ``tokens_in``.
+    A turn is unfinished from its request until its last piece of text, which no longer counts. Pieces count as in
+    ``tokens_in``.
     """
     moments = sorted((at_s, index) for index, turn in enumerate(turns) for at_s in (turn.started_s, *_times_s(turn)))
     to_come = [1 + len(_times_s(turn)) for turn in turns]
-    made: dict[int, float] = {}
+    generated: dict[int, float] = {}
     widest = 0.0
     for _, index in moments:
         to_come[index] -= 1
         pieces = len(_times_s(turns[index]))
-        made[index] = turns[index].tokens * (pieces - to_come[index]) / pieces
+        generated[index] = turns[index].tokens * (pieces - to_come[index]) / pieces
         if not to_come[index]:
-            del made[index]
-        if made:
-            widest = max(widest, max(made.values()) - min(made.values()))
+            del generated[index]
+        if generated:
+            widest = max(widest, max(generated.values()) - min(generated.values()))
     return widest
 
 

@@ -1,4 +1,4 @@
-"""Turns that the measuring process runs itself, because it also decides what happens meanwhile."""
+"""Turns that the measuring process runs itself, because it also kills engines or swaps models meanwhile."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from benchmarks.target import TargetSpec
 
 GREEDY: Final = {"temperature": 0.0, "repeat_penalty": 1.2, "ignore_eos": True}
-"""The same text each time, in which a repetition stands out; the penalty has to be rebuilt with the sampler."""
+"""Sampling that gives the same text each time; the penalty has to be restored with the sampler, and makes a repeated
+passage visible.
+"""
 
 
 @asynccontextmanager
 async def open_lines(spec: TargetSpec, count: int) -> AsyncIterator[list[Line]]:
-    """Open so many connections.
+    """Open a number of connections.
 
     Raises:
         InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -44,7 +46,7 @@ async def learn_words(spec: TargetSpec) -> Prompts:
 
 
 async def open_session(line: Line) -> str:
-    """Open a session that is written down and outlives its connection.
+    """Open a stored session, which outlives its connection.
 
     Raises:
         InferenceCenterError: With the daemon's code when it refuses.
@@ -60,7 +62,7 @@ async def run_turn(
     max_tokens: int,
     on_frame: Callable[[ObservedTurn], None] = lambda _: None,
 ) -> ObservedTurn:
-    """Run a greedy turn to its first terminal event; ``on_frame`` is called with what was shown after each.
+    """Run a greedy turn to its first terminal event; ``on_frame`` is called with the turn after each frame.
 
     Raises:
         InferenceCenterError: ``daemon_unreachable``.
@@ -93,13 +95,13 @@ async def last_answer(line: Line, session_id: str, *, on_other: Callable[[Frame]
     Raises:
         InferenceCenterError: With the daemon's code when it refuses.
     """
-    answered = await line.ask(op="get_session", session_id=session_id, on_other=on_other)
+    answered = await line.request(op="get_session", session_id=session_id, on_other=on_other)
     transcript = succeeded(answered, "session").transcript
     return transcript[-1].content if transcript and transcript[-1].role == "assistant" else ""
 
 
 async def finished(line: Line, session_id: str, shown: ObservedTurn) -> str:
-    """Return the answer that the session holds of its last turn; what still comes of that turn, it was shown.
+    """Return the session's answer of its last turn; later events of that turn are added to what was received.
 
     Raises:
         InferenceCenterError: With the daemon's code when it refuses.

@@ -58,7 +58,7 @@ async def _large_session(attacker: Attacker) -> str:
     session_id = await _session(attacker, "raw")
     message = {"role": "user", "content": "word " * (_FILL_CHARS // 5)}
     for _ in range(_FILLS):
-        await attacker.ask(op="append", session_id=session_id, messages=[message])
+        await attacker.request(op="append", session_id=session_id, messages=[message])
     return session_id
 
 
@@ -78,7 +78,7 @@ async def _malformed(attacker: Attacker, _: str) -> None:
 async def _long_prompts(attacker: Attacker, session_id: str) -> None:
     prompt = f"{next(attacker.numbers)} " + "<|im_start|> word " * (_PROMPT_CHARS // 18)
     await attacker.send(op="infer", session_id=session_id, prompt=prompt)
-    await attacker.ask(op="abort", session_id=session_id, discard=True)
+    await attacker.request(op="abort", session_id=session_id, discard=True)
 
 
 async def _schemas(attacker: Attacker, session_id: str) -> None:
@@ -90,7 +90,7 @@ async def _schemas(attacker: Attacker, session_id: str) -> None:
         "items": {"type": "string", "maxLength": number},
     }
     await attacker.send(op="infer", session_id=session_id, prompt="list", json_schema=schema)
-    await attacker.ask(op="abort", session_id=session_id, discard=True)
+    await attacker.request(op="abort", session_id=session_id, discard=True)
 
 
 async def _shared_definitions(attacker: Attacker, session_id: str) -> None:
@@ -98,26 +98,26 @@ async def _shared_definitions(attacker: Attacker, session_id: str) -> None:
     parameters = {"type": "object", "properties": {f"p{n}": {"$ref": f"#/$defs/d{n}"} for n in range(1000)}}
     tool = {"name": f"tool{next(attacker.numbers)}", "parameters": {**parameters, "$defs": definitions}}
     await attacker.send(op="infer", session_id=session_id, prompt="call", tools=[tool], tool_choice="required")
-    await attacker.ask(op="abort", session_id=session_id, discard=True)
+    await attacker.request(op="abort", session_id=session_id, discard=True)
 
 
 async def _slow_patterns(attacker: Attacker, session_id: str) -> None:
     params = {"stop_regex": _LATE_PATTERNS, "max_tokens": 64, "ignore_eos": True}
     await attacker.send(op="infer", session_id=session_id, prompt="word " * 20, params=params)
-    await attacker.ask(op="ping")
-    await attacker.ask(op="abort", session_id=session_id, discard=True)
+    await attacker.request(op="ping")
+    await attacker.request(op="abort", session_id=session_id, discard=True)
 
 
 async def _empty_messages(attacker: Attacker, session_id: str) -> None:
     messages = [{"role": "user", "content": ""}] * _EMPTY_MESSAGES
-    await attacker.ask(op="append", session_id=session_id, messages=messages)
+    await attacker.request(op="append", session_id=session_id, messages=messages)
 
 
 async def _forks(attacker: Attacker, session_id: str) -> None:
     sent = [await attacker.send(op="fork_session", session_id=session_id) for _ in range(_AT_ONCE)]
     for forked in await attacker.answers(sent):
         if forked.op == "session_created":
-            await attacker.ask(op="close_session", session_id=forked.session_id)
+            await attacker.request(op="close_session", session_id=forked.session_id)
 
 
 async def _resumes(attacker: Attacker, session_id: str) -> None:
@@ -132,7 +132,7 @@ async def _short_lives(attacker: Attacker, _: str) -> None:
 
 async def _sessions(attacker: Attacker, _: str) -> None:
     if (session_id := await attacker.open_session(mode="raw")) is not None:
-        await attacker.ask(op="close_session", session_id=session_id)
+        await attacker.request(op="close_session", session_id=session_id)
 
 
 async def _lookups(attacker: Attacker, _: str) -> None:
@@ -141,9 +141,9 @@ async def _lookups(attacker: Attacker, _: str) -> None:
 
 
 async def _listings(attacker: Attacker, session_id: str) -> None:
-    await attacker.ask(op="get_session", session_id=session_id)
-    await attacker.ask(op="list_sessions", limit=1000)
-    await attacker.ask(op="usage", days=3660)
+    await attacker.request(op="get_session", session_id=session_id)
+    await attacker.request(op="list_sessions", limit=1000)
+    await attacker.request(op="usage", days=3660)
 
 
 def _action(

@@ -70,13 +70,13 @@ class Attacker:
             self._lost(closed)
         return str(request["id"])
 
-    async def ask(self, **request: Any) -> Frame | None:
+    async def request(self, **fields: Any) -> Frame | None:
         """Send a frame and return its answer; ``None`` when the socket is closed instead.
 
         Raises:
             InferenceCenterError: The daemon cannot be reached.
         """
-        answers = await self.answers([await self.send(**request)])
+        answers = await self.answers([await self.send(**fields)])
         return answers[0] if answers else None
 
     async def answers(self, request_ids: Iterable[str]) -> list[Frame]:
@@ -108,11 +108,11 @@ class Attacker:
         socket = await self._connected()
         with suppress(websockets.ConnectionClosed):
             await socket.send(data)
-        await self.ask(op="ping")
+        await self.request(op="ping")
 
     async def open_session(self, *, mode: str) -> str | None:
         """Open a session and return its id; ``None`` when that is refused."""
-        created = await self.ask(op="create_session", mode=mode)
+        created = await self.request(op="create_session", mode=mode)
         return created.session_id if created is not None and created.op == "session_created" else None
 
     async def connect_without_token(self, *, keep: int) -> None:
@@ -187,7 +187,7 @@ class Attacker:
                 raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, f"{self._spec.url}: {error}") from error
             self._open.push_async_callback(socket.close)
             self._socket = socket
-            await self.ask(op="auth", token=self._spec.token, protocol=PROTOCOL_VERSION)
+            await self.request(op="auth", token=self._spec.token, protocol=PROTOCOL_VERSION)
             if self._socket is None:
                 raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, "the daemon closed the socket at its login")
         return self._socket

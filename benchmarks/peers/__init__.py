@@ -1,9 +1,9 @@
-"""The servers that a benchmark can drive, behind the interfaces of ``benchmarks.target``.
+"""The servers that a benchmark supports, behind the interfaces of ``benchmarks.target``.
 
 Common to all of them: the prompt's words (``prompts``), the sampling parameters (``sampling``), one connection that is
-kept for each client, and a clock that starts when a turn is sent and notes each piece of text when its bytes have
-arrived. The time between tokens is a difference of neighboring notes; where pieces hold several tokens, the turn's
-mean is its time from the first piece to the last, divided by its tokens less one.
+kept for each client, and a clock that starts when a turn is sent and records the time of each piece of text when its
+bytes have arrived. The time between tokens is the difference of two consecutive times; where pieces hold several
+tokens, the turn's mean is its time from the first piece to the last, divided by its tokens less one.
 """
 
 from __future__ import annotations
@@ -59,17 +59,19 @@ class _ListedModels(msgspec.Struct):
 
 
 async def detect(name: str, url: str, *, token: str | None = None) -> TargetSpec:
-    """Detect the server at an address. A ``ws`` address is assumed to be this project's daemon.
+    """Detect the server at an address.
+
+    A ``ws`` address is assumed to be this project's daemon.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for an address that is none, ``daemon_unreachable`` when nothing
-            answers there that can be driven.
+        InferenceCenterError: ``invalid_request`` for an address that is none, ``daemon_unreachable`` if no supported
+            server answers there.
     """
     return await asyncio.to_thread(_detect, name, url, token)
 
 
 def make_target(spec: TargetSpec) -> Target:
-    """Return what speaks to the server.
+    """Return the peer that sends requests to the server.
 
     Raises:
         InferenceCenterError: ``invalid_config`` when the packages of the extra ``bench`` are missing.
@@ -110,13 +112,13 @@ def _detect(name: str, url: str, token: str | None) -> TargetSpec:
             ErrorCode.INVALID_REQUEST, f"{url!r} is no address", hint="Write http://HOST:PORT or ws://HOST:PORT."
         )
     base = url.rstrip("/").removesuffix("/v1")
-    about = _ask(f"{base}/", _About, token=token)
+    about = _fetch(f"{base}/", _About, token=token)
     if about is not None and about.server == "inferencecenter":
         address = urlunsplit((_WEB_SCHEMES[parts.scheme], parts.netloc, parts.path or "/", "", ""))
         return TargetSpec(name, "inferencecenter", address, token)
-    if _ask(f"{base}/props", _Props, token=token) is not None:
+    if _fetch(f"{base}/props", _Props, token=token) is not None:
         return TargetSpec(name, "llama-server", base, token)
-    listed = _ask(f"{base}/v1/models", _ListedModels, token=token)
+    listed = _fetch(f"{base}/v1/models", _ListedModels, token=token)
     if listed is not None and listed.data:
         return TargetSpec(name, "openai", base, token, listed.data[0].id)
     raise InferenceCenterError(
@@ -125,7 +127,7 @@ def _detect(name: str, url: str, token: str | None) -> TargetSpec:
     )
 
 
-def _ask(url: str, kind: type[T], *, token: str | None) -> T | None:
+def _fetch(url: str, kind: type[T], *, token: str | None) -> T | None:
     """Fetch a page, or ``None`` when there is no such page or it holds something else.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Coding agents on our own daemon, as Codex and Claude Code speak to it: each request has the whole conversation.
+"""Coding agents on our own daemon, with the requests of Codex and Claude Code, which contain the whole conversation.
 
 The first turn of a conversation is a task, each later one the results of the tools that the last answer called. The
 requests have the shape and the size that these clients send, instructions and tools included. Texts are words of three
@@ -38,7 +38,7 @@ _REMINDER_WORDS: Final = 300
 
 
 def words(n_words: int, *, seed: int) -> str:
-    """Return so many words, drawn by a seed."""
+    """Return words of three letters, drawn by a seed."""
     draw = random.Random(seed)  # noqa: S311 - the same words for the same seed
     return "".join(" " + "".join(draw.choices(ascii_lowercase, k=3)) for _ in range(n_words))
 
@@ -188,10 +188,10 @@ class CodexSession(AgentSession):
             ]
             return [{"type": "function_call_output", "call_id": call_id, "output": text} for call_id in calls]
         around = {"developer": "<permissions>", "user": "<environment_context>"}
-        told = [(role, head + words(_REMINDER_WORDS, seed=2)) for role, head in around.items()]
+        reminders = [(role, head + words(_REMINDER_WORDS, seed=2)) for role, head in around.items()]
         return [
             {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
-            for role, text in (*told, ("user", text))
+            for role, text in (*reminders, ("user", text))
         ]
 
     async def _answer(

@@ -47,8 +47,8 @@ class Daemon:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
         """
         async with open_line(self._spec) as line:
-            model = (await line.ask(op="status", type="model")).values
-            memory = (await line.ask(op="status", type="memory")).values
+            model = (await line.request(op="status", type="model")).values
+            memory = (await line.request(op="status", type="memory")).values
         return TargetFacts(
             name=self._spec.name,
             kind="inferencecenter",
@@ -77,7 +77,7 @@ class Daemon:
 
 
 class DaemonSession:
-    """One client's socket and its conversations, of the kind that ``spec`` says."""
+    """One client's socket and its conversations, of the kind that ``spec`` selects."""
 
     def __init__(self, line: Line, prompts: Prompts, spec: TargetSpec) -> None:
         self._line = line
@@ -165,7 +165,7 @@ class DaemonSession:
 
 
 def _why_not_aborted(last: Frame, *, too_late: bool) -> str | None:
-    """Return why a turn that ended so cannot measure the duration of an abort."""
+    """Return why a turn with this end does not measure the duration of an abort."""
     if last.op == "error":
         return last.message
     if last.finish_reason != "aborted":

@@ -37,9 +37,9 @@ class Failure(msgspec.Struct):
 class Http:
     """Requests to one server.
 
-    All methods raise ``daemon_unreachable`` when it cannot be reached, ``not_authenticated`` when it wants another
-    token, ``engine_unavailable`` with its message when it refuses otherwise, and ``internal`` for an answer that does
-    not have the shape it should.
+    All methods raise ``daemon_unreachable`` when it cannot be reached, ``not_authenticated`` when it refuses the token,
+    ``engine_unavailable`` with its message when it refuses the request otherwise, and ``internal`` for an answer of an
+    unexpected form.
     """
 
     def __init__(self, spec: TargetSpec) -> None:
@@ -104,7 +104,7 @@ class Http:
 
 
 async def _checked(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of an answer that is none of an error."""
+    """Return the body of a successful answer."""
     body = await response.read()
     if response.status < 400:
         return body

@@ -70,7 +70,7 @@ _read_frame: Final = msgspec.json.Decoder(Frame).decode
 
 
 class Line:
-    """A socket on which one thing happens at a time; ``open_line`` makes one.
+    """A socket that is used by one task at a time; ``open_line`` opens one.
 
     All methods raise ``daemon_unreachable`` when it is closed.
     """
@@ -80,7 +80,7 @@ class Line:
         self._n_sent = 0
 
     async def send(self, **request: Any) -> str:
-        """Send a frame, and return the id it got."""
+        """Send a frame with a new id, and return the id."""
         self._n_sent += 1
         request["id"] = f"b{self._n_sent}"
         try:
@@ -96,9 +96,9 @@ class Line:
         except websockets.ConnectionClosed as error:
             raise _lost(error) from error
 
-    async def ask(self, *, on_other: Callable[[Frame], None] | None = None, **request: Any) -> Frame:
+    async def request(self, *, on_other: Callable[[Frame], None] | None = None, **fields: Any) -> Frame:
         """Send a frame and return its direct reply; ``on_other`` is called with the events before it."""
-        request_id = await self.send(**request)
+        request_id = await self.send(**fields)
         while (frame := await self.receive()).id != request_id:
             if on_other is not None:
                 on_other(frame)
@@ -107,15 +107,14 @@ class Line:
     async def create_session(self, *, stored: bool = False, chat: bool = False) -> Frame:
         """Open a session, in raw mode unless it is for ``chat``, and return the reply.
 
-        Without ``stored`` it is not written down and ends with the connection, so that no repetition finds those of
-        another.
+        Without ``stored`` it is not stored and ends with the connection, so that repetitions are independent.
 
         Raises:
             InferenceCenterError: With the daemon's code when it refuses.
         """
         on_disconnect = "detach" if stored else "close"
         return succeeded(
-            await self.ask(
+            await self.request(
                 op="create_session", mode="chat" if chat else "raw", store=stored, on_disconnect=on_disconnect
             ),
             "session_created",
@@ -176,7 +175,7 @@ async def open_line(spec: TargetSpec) -> AsyncIterator[Line]:
                 ErrorCode.DAEMON_UNREACHABLE, f"no daemon answers at {spec.url}: {error}"
             ) from error
         line = Line(socket)
-        answer = await line.ask(op="auth", token=spec.token, protocol=PROTOCOL_VERSION)
+        answer = await line.request(op="auth", token=spec.token, protocol=PROTOCOL_VERSION)
         if answer.op != "auth_success":
             raise InferenceCenterError(ErrorCode.NOT_AUTHENTICATED, answer.reason or answer.message)
         yield line

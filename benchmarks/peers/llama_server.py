@@ -1,15 +1,15 @@
 """llama-server as a target: `/completion` with token ids.
 
-The prompt's ids come from `/tokenize` before the clock starts, so the server does not tokenize within it, and the
-connection that the turn takes is open by then. A turn is a request of its own; a conversation is told again with each,
-by ids, and `cache_prompt` lets the server find what it holds. Slots are the server's to choose, unless a turn names one
-(`id_slot`): then the server takes no other, and waits when that one is busy. After a stream the server closes the
-connection without having said so, so no request is sent on it that would be lost.
+The prompt's ids come from `/tokenize` before the clock starts, so the server does not tokenize meanwhile, and the
+turn's connection is open by then. A turn is a request of its own; each contains the whole conversation, as token ids,
+and `cache_prompt` lets the server reuse its KV. The server chooses the slot, unless a turn names one (`id_slot`): then
+it waits while that one is busy. After a stream the server closes the connection without announcing it, so the
+connection is not used again.
 
-A turn is aborted by closing the connection, the only way there is. It has ended when `/slots` shows its slot free,
-asked every few milliseconds and answered between steps; the slot is known by the turn's seed, since events do not name
-theirs. llama-server notices a closed connection when it next writes to it, or within a second while it has nothing to
-write; that time counts.
+A turn is aborted by closing the connection, the only way there is. It has ended when `/slots`, which is polled every
+few milliseconds and answered between steps, reports its slot as free; the turn's seed identifies the slot, since events
+do not name it. llama-server notices a closed connection when it next writes to it, or within a second while it has
+nothing to write; that time counts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Slot(msgspec.Struct):
 
 
 class _Reading(msgspec.Struct):
-    """How much of a prompt has been read."""
+    """How much of a prompt has been prefilled."""
 
     total: int
     cache: int
@@ -99,7 +99,7 @@ class _Reading(msgspec.Struct):
 
     @property
     def is_underway(self) -> bool:
-        """Whether something of it was read and something is still to be read."""
+        """Whether a part of the prompt was prefilled and a part is left."""
         return self.cache < self.processed < self.total
 
 
@@ -223,7 +223,7 @@ class LlamaServerSession:
         )
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
-        """Close the connection after so many pieces of text, or when part of the prompt has been read."""
+        """Close the connection after a number of pieces of text, or when part of the prompt has been prefilled."""
         started_s = time.monotonic()
         times_s: list[float] = []
         aborted_s, error = None, None
@@ -256,8 +256,8 @@ class LlamaServerSession:
         return self._http.stream("/completion", body, _EVENTS, keep_connection=False)
 
     async def _prompt(self, work: Work) -> list[int]:
-        told = self._conversations.get(work.history_id, []) if work.history_id is not None else []
-        return told + await _tokenize(self._http, self._prompts.text(work, first=not told), first=not told)
+        history = self._conversations.get(work.history_id, []) if work.history_id is not None else []
+        return history + await _tokenize(self._http, self._prompts.text(work, first=not history), first=not history)
 
     async def _until_free(self, seed: int) -> None:
         """Wait until no slot works on the task with this seed."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from benchmarks.target import TargetSpec, TurnTrace
 
 COUNTING: Final = Work(prompt_tokens=0, max_tokens=1, seed=0)
-"""A turn that is run for its number of prompt tokens alone."""
+"""A turn that is run only to count its prompt tokens."""
 _STREAMED: Final[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
 _ROLES: Final = ("user", "assistant")
 

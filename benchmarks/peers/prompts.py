@@ -1,9 +1,9 @@
 """Prompts with an exact number of tokens, made of words that the model's tokenizer encodes as one token each.
 
 Nearly every vocabulary has a token for each letter after a space, so a prompt is a row of such letters, drawn by its
-seed. Which letters are fit is asked of the server once, by the token count it states for a few texts. Where no letter
-after a space is one token (byte vocabularies), letters without spaces are. Both sides of a comparison are sent the same
-text, or the ids of the same text, as long as their models have the same tokenizer.
+seed. The server is queried once for the letters that are suitable, by the number of tokens of a few texts. Where no
+letter after a space is one token (byte vocabularies), letters without spaces are. Both sides of a comparison are sent
+the same text, or the ids of the same text, as long as their models have the same tokenizer.
 """
 
 from __future__ import annotations

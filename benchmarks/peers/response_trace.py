@@ -40,11 +40,11 @@ class ResponseTrace:
     error: str | None = None
 
     def begin(self) -> None:
-        """Start the clock: everything is prepared, and the turn is requested next."""
+        """Start the clock, directly before the turn is requested."""
         self.started_s = time.monotonic()
 
     def piece(self, text: str, *, now_s: float) -> None:
-        """Take a piece of text, which may be none at all."""
+        """Record a piece of text, which may be empty."""
         if text:
             self.times_s.append(now_s)
             self.text += text
@@ -52,7 +52,7 @@ class ResponseTrace:
                 self.on_text()
 
     def trace(self) -> TurnTrace:
-        """Return the turn, which is over now."""
+        """Return the turn, which has ended."""
         if self.counted is None and self.error is None:
             self.error = "the server does not report the number of generated tokens"
         counted = self.counted or Counted(0, 0, None)

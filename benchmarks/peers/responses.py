@@ -46,7 +46,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Response(msgspec.Struct):
-    """What is read of a response."""
+    """The parts of a response that are read."""
 
     id: str
     usage: _Usage | None = None
@@ -54,7 +54,7 @@ class _Response(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event."""
+    """The parts of an event that are read."""
 
     type: str
     delta: str = ""

@@ -86,7 +86,7 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="abort",
-    summary="from ABORT to end, while decoding and while reading a long prompt",
+    summary="from the abort to the end of the turn, during decode and during the prefill of a long prompt",
     run=run,
     defaults=Options(clients=(1, 8), count=20, prompt_tokens=(4096,), max_tokens=256, repeat=3),
     takes=COMPARABLE | {"clients", "count", "prompt_tokens", "max_tokens"},

@@ -38,7 +38,7 @@ _MIB: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """What the neighbors noticed in one stretch."""
+    """Delays of the neighbors' turns in one interval."""
 
     itl_p99_ms: float
     itl_worst_ms: float
@@ -48,7 +48,7 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class Abuse:
-    """One action: the neighbors' delays without and with it, what it was answered, and how much the memory grew."""
+    """One action: the neighbors' delays without and with it, its answers, and the growth of memory."""
 
     action: str
     quiet: Delays
@@ -109,11 +109,11 @@ async def _one(bench: Bench, daemon: RunningDaemon, action: Action, *, n_clients
     quiet = await _stream(bench, daemon, n_clients)
     before_bytes = _rss_bytes(daemon)
     async with Attacker(replace(daemon.spec, token=token)) as attacker:
-        given = await action.prepare(attacker)
+        prepared = await action.prepare(attacker)
         attacker.outcomes.clear()
         over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            group.create_task(repeat(action, attacker, given, until=over))
+            group.create_task(repeat(action, attacker, prepared, until=over))
             try:
                 noisy = await _stream(bench, daemon, n_clients)
             finally:
@@ -121,15 +121,15 @@ async def _one(bench: Bench, daemon: RunningDaemon, action: Action, *, n_clients
         return Abuse(action.name, quiet, noisy, attacker.outcomes, _rss_bytes(daemon) - before_bytes)
 
 
-async def repeat(action: Action, attacker: Attacker, given: str, *, until: asyncio.Event) -> None:
-    """Do an action at its rate, one after the other; one that takes longer is followed by the next at once.
+async def repeat(action: Action, attacker: Attacker, prepared: str, *, until: asyncio.Event) -> None:
+    """Repeat an action at its rate, one after the other; one that takes longer is followed by the next at once.
 
     Raises:
         InferenceCenterError: The daemon cannot be reached.
     """
     while not until.is_set():
         began_s = time.monotonic()
-        await action.once(attacker, given)
+        await action.once(attacker, prepared)
         await asyncio.sleep(max(0.0, 1 / action.rate_per_s - (time.monotonic() - began_s)))
 
 
@@ -153,7 +153,7 @@ def _rss_bytes(daemon: RunningDaemon) -> int:
 
 SCENARIO = Scenario(
     name="abuse",
-    summary="a noisy neighbor repeats cheap operations that are dear to answer: what the others notice",
+    summary="a noisy neighbor repeats operations that are expensive to answer: delays of the others",
     run=run,
     defaults=Options(clients=(4,), prompt_tokens=(64,), max_tokens=128, duration_s=10.0, repeat=1),
     takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},

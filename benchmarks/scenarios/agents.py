@@ -1,4 +1,4 @@
-"""Coding agents, which send the whole conversation with each request: what is read of it, against what is new.
+"""Coding agents, which send the whole conversation with each request: prefilled tokens against new ones.
 
 An agent of each kind sends its instructions, its tools and a task, and then with each request the result of the tool
 that the last answer called. Answers come from a script, so that no model has to be large enough to call tools. The
@@ -37,12 +37,12 @@ _RULES: Final = [
     }
     for tool, arguments in _CALLS.items()
 ]
-"""What is answered, always: the agent reads on."""
+"""The answer to every request: another call of a tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRequests:
-    """Waiting times of the requests after the first one, and the mean tokens of one, new in one and read of one."""
+    """TTFT of the requests after the first one, and their mean numbers of tokens, new tokens and prefilled tokens."""
 
     ttft_ms: tuple[float, ...]
     prompt_tokens: float
@@ -63,7 +63,7 @@ class AgentRequests:
 
 
 def read(measured: Measured[Turns]) -> AgentRequests:
-    """Return what was read of the requests after the first; new is what follows the request before and its answer."""
+    """Return the figures of the requests after the first; new tokens follow the previous request and its answer."""
     pairs = [pair for turns in measured.answer.clients for pair in pairwise(turns)]
     later = [turn for _, turn in pairs]
     new_tokens = sum(turn.prompt_tokens - before.prompt_tokens - before.tokens for before, turn in pairs)
@@ -99,7 +99,7 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="agents",
-    summary="coding agents that send everything again: tokens read of a request, against those that are new",
+    summary="coding agents that resend the whole conversation: prefilled tokens against new ones",
     run=run,
     defaults=Options(clients=(1,), count=40, prompt_tokens=(600,), max_tokens=200, repeat=2),
     takes=frozenset({"clients", "count", "prompt_tokens", "max_tokens", "repeat", "slots"}),

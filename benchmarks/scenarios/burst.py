@@ -1,8 +1,8 @@
 """All clients at once, one turn each.
 
-The question is how long people wait when they all come at the same moment, and how fast the server decodes when that
-is all it does: the generation rate counts only the time in which every client's turn decodes, so it can be held against
-llama-batched-bench. Slots match the clients as in ``throughput``.
+It measures the TTFT when all requests arrive at the same moment, and the rate of decoding alone: the generation rate
+counts only the time in which every client's turn decodes, so it can be compared with llama-batched-bench. Slots match
+the clients as in ``throughput``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Waiting times of the clients, and what they got together."""
+    """TTFT of the clients, and their common rates."""
 
     total_tok_s: float
     decode_tok_s: float | None
@@ -33,7 +33,7 @@ class Burst:
     cpu: tuple[Metric, ...]
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the numbers of one repetition; without the decode rate when the turns never all decoded."""
+        """Return the numbers of one repetition; without the decode rate if the turns never decoded all at once."""
         return (
             Metric("from first to last", "tok/s", self.total_tok_s, "higher"),
             *metrics_if_known("decode only", "tok/s", self.decode_tok_s, "higher"),
@@ -44,7 +44,7 @@ class Burst:
 
 
 def read(measured: Measured[Turns]) -> Burst:
-    """Return what the clients saw of their turn."""
+    """Return the figures of the clients' turns."""
     turns = [turn for (turn,) in measured.answer.clients]
     window = timeline.decode_window(turns)
     return Burst(

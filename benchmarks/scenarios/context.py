@@ -1,8 +1,8 @@
 """Long contexts: clients with a given number of context tokens, first prefill, then decode.
 
-The question is what length costs: reading it, generating with attention over it, and the memory that holds it. Each
-client reads its context in a turn that generates one token; when all have done so, each continues its conversation with
-a short turn, and the decode rate is taken while all of them decode.
+It measures the cost of length: prefill, decoding with attention over it, and memory. Each client prefills its context
+in a turn that generates one token; when all have done so, each continues its conversation with a short turn, and the
+decode rate is that of the time in which all of them decode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUESTION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Rates of reading and decoding, and memory afterwards where it is known."""
+    """Rates of prefill and decoding, and memory afterwards if it is known."""
 
     prefill_tok_s: float
     decode_tok_s: float | None
@@ -57,7 +57,7 @@ class Context:
 
 
 def read(measured: Measured[Turns]) -> Context:
-    """Return rates and memory of two rounds, one that reads and one that decodes."""
+    """Return rates and memory of two rounds, one of prefill and one of decoding."""
     reading = [first for first, _ in measured.answer.clients]
     decoding = [second for _, second in measured.answer.clients]
     window = timeline.decode_window(decoding)
@@ -72,7 +72,7 @@ def read(measured: Measured[Turns]) -> Context:
 
 
 async def run(bench: Bench) -> Report:
-    """Measure each length with each number of clients, the shortest contexts first: memory that was touched stays."""
+    """Measure each length with each number of clients, the shortest contexts first: touched memory stays."""
     options = bench.options
     clients, lengths = required(options.clients), sorted(required(options.prompt_tokens))
     max_tokens = required(options.max_tokens)

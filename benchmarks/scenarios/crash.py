@@ -49,7 +49,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """What kills did to streams; every stream generates ``max_tokens``."""
+    """The effect of kills on streams, each of which generates ``max_tokens``."""
 
     outages: tuple[Outage, ...]
     reference: Reference
@@ -189,7 +189,7 @@ class _Rounds:
         return [await open_session(line) for line in self._lines]
 
     async def _turns(self, sessions: Sequence[str], texts: Sequence[str]) -> tuple[list[ObservedTurn], list[str]]:
-        """Run a turn in each session, close it, and return what was shown and what the session held."""
+        """Run a turn in each session, close it, and return the received turns and the stored answers."""
         turns = await run_turns(self._lines, sessions, texts, max_tokens=self._max_tokens)
         answers = []
         for line, session, turn in zip(self._lines, sessions, turns, strict=True):

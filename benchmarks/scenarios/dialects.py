@@ -1,8 +1,8 @@
-"""The same turns on the same daemon, in OpenAI's dialects and in our own protocol.
+"""The same turns on the same daemon, through OpenAI's APIs and through our own protocol.
 
-The question is what it costs to speak what clients already speak. Closed loops as in `throughput`, first with the echo
-backend at a fixed time for each decode, where the front has the most to do, then with the model. All sides chat: each
-turn is a conversation of its own that goes through the template.
+It measures the cost of the compatible APIs. Closed loops run as in `throughput`, first with the echo backend at a fixed
+time for each decode, where the front has the most work, then with the model. All sides chat: each turn is a
+conversation of its own that goes through the template.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Spoken:
 
 
 def read(measured: Measured[Turns]) -> Spoken:
-    """Return what a closed loop gave: rates inside the busy time, the front's CPU over all of it."""
+    """Return the figures of a closed loop: rates of the busy window, and the front's CPU of the whole run."""
     assert measured.before is not None and measured.after is not None, "the daemon is our own"  # noqa: PT018
     tokens = sum(turn.tokens for turns in measured.answer.clients for turn in turns)
     front_s = measured.after.front.cpu_s - measured.before.front.cpu_s

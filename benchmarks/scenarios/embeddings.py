@@ -1,7 +1,7 @@
 """Closed loop of requests for embeddings: N clients, each sending its next texts when it has the last vectors.
 
-The question is how many tokens a server embeds when it is kept busy, and how long a request takes. Our daemon and the
-peers are asked alike, at `/v1/embeddings` for base64, as OpenAI's clients do. `--model` is an embedding model;
+It measures the tokens a second that a busy server embeds, and the duration of a request. Our daemon and the peers get
+the same requests, to `/v1/embeddings` with base64, as OpenAI's clients send them. `--model` is an embedding model;
 `--max-tokens` is the number of texts of a request, each of `--prompt-tokens`. Peers have to be started for embeddings,
 as `llama-server --embeddings`. Tokens count in the time in which all clients have a request running that is not their
 first.
@@ -47,7 +47,7 @@ class EmbeddingRate:
 
 
 def read(measured: Measured[Turns]) -> EmbeddingRate:
-    """Return what a closed loop gave, its warm-up left out."""
+    """Return the figures of a closed loop without its warm-up."""
     clients = measured.answer.clients
     every_request = [request for requests in clients for request in requests]
     window = timeline.busy_window(clients, warm_up_turns=_WARM_UP_TURNS)
@@ -92,7 +92,7 @@ async def run(bench: Bench) -> Report:
 
 
 def _for_embeddings(server: Server, own: TargetFacts, options: Options) -> Server:
-    """Return a server that is asked for embeddings; slots keep nothing then, so they are not compared."""
+    """Return a server for requests of embeddings, which use no slots; so slots are not compared."""
     side = server.side
     if side.comparison is not None:
         side = compared(own, replace(side.facts, slots=own.slots), options)

@@ -1,7 +1,7 @@
-"""The front alone: the echo backend makes tokens for nothing, so what is measured is all between it and a client.
+"""The front alone: the echo backend generates tokens at no cost, so the rest is the work between it and a client.
 
-It measures the cost of a frame in the process shared by all clients, and the cost of an idle connection.
-The front's CPU contains all it does for a turn: the request, the session, the acknowledgment and the end too.
+It measures the cost of a frame in the process shared by all clients, and the cost of an idle connection. The front's
+CPU includes all its work for a turn: request, session, acknowledgment and end, too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from benchmarks.stage import Bench, Measured, Stage
 
 _FIRST_CONNECTIONS = 100
-"""Opened before memory is read: they pay for what is needed once."""
+"""Opened before memory is read, so that what is allocated only once does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What frames cost."""
+    """The cost of frames."""
 
     frames_s: float
     tokens_per_frame: float
@@ -54,7 +54,7 @@ class IdleConnections:
 
 
 def read(measured: Measured[Turns]) -> Gateway:
-    """Return what the frames of a closed loop cost: rate inside the busy time, CPU over all of it."""
+    """Return the cost of a closed loop's frames: the rate of the busy window, and the CPU of the whole run."""
     assert measured.before is not None and measured.after is not None, "the daemon is our own"  # noqa: PT018
     clients = measured.answer.clients
     window = timeline.busy_window(clients, warm_up_turns=WARM_UP_TURNS)

@@ -1,6 +1,6 @@
-"""A daemon with open sessions without any turns.
+"""A daemon with open sessions and no turns.
 
-The question is what it takes from a machine that has something else to do. Each session has a connection of its own.
+It measures CPU time and memory of an idle daemon. Each session has a connection of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SLOTS = 8
 _SETTLING_S = 2.0
-"""The work of opening the sessions is over by then; a shorter measurement is a trial anyway."""
+"""By then the sessions are open and idle; a shorter measurement waits less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Idle:
 
 
 def read(before: DaemonUsage, after: DaemonUsage, *, duration_s: float) -> Idle:
-    """Return what the daemon used in ``duration_s`` seconds, as if for a minute."""
+    """Return the daemon's usage in ``duration_s`` seconds, scaled to a minute."""
     return Idle(
         front_s_per_minute=(after.front.cpu_s - before.front.cpu_s) * 60 / duration_s,
         engine_s_per_minute=(after.engine.cpu_s - before.engine.cpu_s) * 60 / duration_s,
@@ -55,7 +55,7 @@ def read(before: DaemonUsage, after: DaemonUsage, *, duration_s: float) -> Idle:
 
 
 async def run(bench: Bench) -> Report:
-    """Open the sessions, then look at the daemon's CPU before and after each stretch of silence."""
+    """Open the sessions, then read the daemon's CPU time before and after each idle interval."""
     sessions, duration_s = required(bench.options.sessions), required(bench.options.duration_s)
     async with bench.stage(bench.settings(slots=_SLOTS, n_ctx=0), points=1) as stage:
         daemon = stage.daemon
@@ -74,7 +74,7 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="idle",
-    summary="CPU seconds a minute with open sessions in which nothing happens",
+    summary="CPU seconds a minute with open sessions and no turns",
     run=run,
     defaults=Options(sessions=100, duration_s=60.0, repeat=1),
     takes=OWN | {"sessions", "duration_s"},

@@ -1,8 +1,7 @@
-"""A long prompt arrives while others are being answered.
+"""A long prompt arrives while other turns run.
 
-The questions are how much the running streams feel of it, and what the newcomer pays for their smoothness: the ITL of
-the streams from the newcomer's request until its first text, beside theirs before, and the newcomer's TTFT. A pause
-counts with its whole length when any part of it lies in that time.
+It measures the ITL of the running streams from the newcomer's request until its first text, compared with before, and
+the newcomer's TTFT. A pause counts with its whole length when any part of it lies in that time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Interference:
 
 
 def read(measured: Measured[Turns]) -> Interference:
-    """Return what streams and newcomer saw of each other.
+    """Return the delays of the streams and of the newcomer.
 
     Raises:
         InferenceCenterError: ``invalid_request`` when a stream ended before the newcomer's first text: how long it
@@ -93,7 +92,7 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="interference",
-    summary="a long prompt arrives while streams run: their pauses, its wait",
+    summary="a long prompt arrives while streams run: their pauses, its time to first token",
     run=run,
     defaults=Options(clients=(4,), prompt_tokens=(1500,), max_tokens=256, repeat=5),
     takes=COMPARABLE | {"clients", "prompt_tokens", "max_tokens"},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """Waiting times, pauses, and what all got together; ``apart_tokens`` is between any two unfinished users."""
+    """TTFT, pauses, and the common rate; ``apart_tokens`` is the largest difference between two unfinished users."""
 
     total_tok_s: float
     ttft_ms: tuple[float, ...]
@@ -43,7 +43,7 @@ class Overload:
 
 
 def read(measured: Measured[Turns]) -> Overload:
-    """Return what the users saw of their turn."""
+    """Return the figures of the users' turns."""
     turns = [turn for (turn,) in measured.answer.clients]
     return Overload(
         total_tok_s=sum(turn.tokens for turn in turns) / timeline.span(turns).length_s,

@@ -1,12 +1,11 @@
-"""What time-sharing costs: long histories, more turns than slots, against the same turns group by group.
+"""The cost of time-sharing: long histories and more turns than slots, against the same turns group by group.
 
-The question is how much throughput is lost to parking and restoring KV when turns take turns in the slots. All
-histories are read first. Then each conversation continues four times: as many turns at once as there are slots and the
-next when these have ended, twice all at once, and in groups again; so both ways decode on histories that are equally
-long in the mean, and the machine's drift cancels. Both contain reading the same questions.
-
-Groups give the KV to one turn until it ends. That turns really were time-shared is seen by `turns apart`: about a
-quantum, where turns that wait for each other are as many tokens apart as an answer has.
+It measures the throughput lost to parking and restoring KV when turns share the slots. All histories are prefilled
+first. Then each conversation continues four times: as many turns at once as there are slots and the next when these
+have ended, twice all at once, and in groups again; so both orders decode on histories of the same mean length, and
+drift of the machine cancels. Both include the prefill of the same questions. In groups a turn keeps its slot until it
+ends. `turns apart` shows whether turns were time-shared: then it is about a quantum, and otherwise the length of an
+answer.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Parking:
 
 
 def read(measured: Measured[Turns]) -> Parking:
-    """Return the rates of the rounds after the one that reads the histories: in groups, at once twice, in groups."""
+    """Return the rates of the rounds after the prefill of the histories: in groups, at once twice, in groups."""
     _, before, *shared, after = zip(*measured.answer.clients, strict=True)
     grouped = (before, after)
     return Parking(

@@ -1,6 +1,6 @@
 """The figures of a machine and a model in one row of the table in docs/gpu.md.
 
-The question is what a GPU does for one client, and whether it was planned for rightly. A prompt is read in a turn that
+It measures the speed that one client gets, and whether the plan was right. A prompt is prefilled in a turn that
 generates one token, then the conversation continues with a short turn, as in ``context``. Placement and memory are
 those of the plan by which the daemon started its engine.
 """
@@ -94,7 +94,7 @@ def _sum(numbers: list[int | None]) -> str:
 
 async def _plan(daemon: RunningDaemon) -> EnginePlan:
     async with open_line(daemon.spec) as line:
-        status = succeeded(await line.ask(op="status", type="model"), "status")
+        status = succeeded(await line.request(op="status", type="model"), "status")
     if not (plan := bytes(status.plan)):
         raise refused("model", "the daemon made no plan for it", hint="The echo backend has none.")
     return EnginePlan.model_validate_json(plan)

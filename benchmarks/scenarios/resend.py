@@ -24,7 +24,7 @@ _PROTOCOLS: Final = {"HTTP, all again": protocols.chat_completions, "WebSocket":
 _HISTORY_TURNS: Final = 8
 _QUESTION_TOKENS: Final = 20
 _LEAST_TOKENS: Final = 64
-"""Of a turn of the history: the template's own tokens are among them."""
+"""Tokens of a turn of the history, which include the template's."""
 _WARM_UP: Final = TurnSize(_LEAST_TOKENS, 8)
 _TEMPLATE_TOKENS: Final = 16
 """More than templates put around a question and its answer."""
@@ -73,7 +73,7 @@ async def run(bench: Bench) -> Report:
             f"a history of {history_tokens} tokens has no room for {_HISTORY_TURNS} turns and their answers",
         )
     n_tokens = history_tokens + count * (_QUESTION_TOKENS + max_tokens) + (_HISTORY_TURNS + count) * _TEMPLATE_TOKENS
-    told, asked = (Round(tokens, max_tokens, at_once=1) for tokens in (each_tokens, _QUESTION_TOKENS))
+    history_turn, measured_turn = (Round(tokens, max_tokens, at_once=1) for tokens in (each_tokens, _QUESTION_TOKENS))
     settings = bench.settings(slots=max(clients), n_ctx=context_tokens(n_tokens))
     async with bench.stage(settings, points=len(clients), protocols=_PROTOCOLS) as stage:
         for n_clients in clients:
@@ -82,7 +82,7 @@ async def run(bench: Bench) -> Report:
                 job=partial(
                     Rounds,
                     clients=n_clients,
-                    rounds=(*[told] * _HISTORY_TURNS, *[asked] * count),
+                    rounds=(*[history_turn] * _HISTORY_TURNS, *[measured_turn] * count),
                     continues=True,
                     warm_up=_WARM_UP,
                 ),
@@ -94,7 +94,7 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="resend",
-    summary="a chat app that sends everything again, against a session: time to first token",
+    summary="a chat app that resends the conversation, against a session: time to first token",
     run=run,
     defaults=Options(clients=(2,), count=10, prompt_tokens=(2000,), max_tokens=8, repeat=5),
     takes=OWN | {"clients", "count", "prompt_tokens", "max_tokens"},

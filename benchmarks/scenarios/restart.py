@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _SLOTS: Final = 2
 _QUESTION_TOKENS: Final = 16
 _READING_S: Final = 0.5
-"""How long the client looks at the answer before the daemon ends."""
+"""How long the client reads the answer before the daemon is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """A session as its client left it."""
+    """A session at the client's disconnect."""
 
     created: Frame
     first: ObservedTurn
@@ -100,7 +100,7 @@ def ttft_ms(turn: ObservedTurn) -> float:
 
 
 async def run(bench: Bench) -> Report:
-    """Measure each length of history; every repetition has a daemon that ends and one that begins."""
+    """Measure each length of history; every repetition ends one daemon and starts another."""
     lengths, max_tokens = required(bench.options.prompt_tokens), required(bench.options.max_tokens)
     by: RestartBy = required(bench.options.restart_by)
     settings = bench.settings(slots=_SLOTS, n_ctx=context_tokens(max(lengths) + 2 * _QUESTION_TOKENS + 3 * max_tokens))
@@ -129,14 +129,14 @@ class _Restarts:
         self._prompts: Prompts | None = None
 
     async def prepare(self) -> Side:
-        """Start and stop a daemon, which brings the model into the page cache, and return what it runs."""
+        """Start and stop a daemon, which brings the model into the page cache, and return its facts."""
         async with launch(self._settings, self._state_dir) as launched:
             daemon = await launched.ready()
             self._prompts = await learn_words(daemon.spec)
             return (await started(daemon)).side
 
     async def one(self, n_tokens: int, *, by: RestartBy) -> Restart:
-        """Leave a session with a history of so many tokens, and come back to it."""
+        """Disconnect from a session with a history of this length, and resume it after the restart."""
         seed = self._bench.next_seed()
         async with launch(self._settings, self._state_dir) as launched:
             left = await self._leave(launched, self._text(n_tokens, seed, first=True), by=by)
@@ -157,7 +157,7 @@ class _Restarts:
     async def _come_back(self, launched: Launch, left: _Left, *, seed: int) -> Restart:
         session_id = named(left.created)
         async with open_line(await launched.listening()) as line:
-            answered = await line.ask(
+            answered = await line.request(
                 op="resume_session", session_id=session_id, epoch=left.created.epoch, last_seq=left.first.seq
             )
             resumed_s = time.monotonic()
@@ -170,7 +170,7 @@ class _Restarts:
                 )
                 for each in (seed, seed + 1)
             ]
-            await line.ask(op="close_session", session_id=session_id)
+            await line.request(op="close_session", session_id=session_id)
         return Restart(
             stop_s=left.stop_s,
             to_resumed_s=resumed_s - launched.started_s,
@@ -183,13 +183,13 @@ class _Restarts:
         )
 
     async def _cold(self, spec: TargetSpec, resumed: ObservedTurn, *, seed: int) -> ObservedTurn:
-        """Run a turn whose prompt is as long as that of another, and was never read."""
+        """Run a turn with a new prompt that is as long as that of another turn."""
         n_tokens = resumed.usage.prompt_tokens if resumed.usage else 0
         async with open_line(spec) as line:
             session_id = await open_session(line)
             text = self._text(max(1, n_tokens), seed, first=True)
             cold = await run_turn(line, session_id, text, max_tokens=self._max_tokens)
-            await line.ask(op="close_session", session_id=session_id)
+            await line.request(op="close_session", session_id=session_id)
             return cold
 
     def _text(self, n_tokens: int, seed: int, *, first: bool) -> str:

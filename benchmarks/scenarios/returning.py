@@ -96,7 +96,7 @@ def _check_slots(stage: Stage, sessions: int) -> None:
 
 SCENARIO = Scenario(
     name="returning",
-    summary="sessions that come back after others had their slots",
+    summary="sessions that continue after others have used their slots",
     run=run,
     defaults=Options(sessions=12, count=3, slots=4, prompt_tokens=(500,), max_tokens=16, repeat=5),
     takes=COMPARABLE | {"sessions", "count", "prompt_tokens", "max_tokens"},

@@ -1,8 +1,8 @@
-"""Sessions that come at once and begin with the same system prompt.
+"""Sessions that start at once with the same system prompt.
 
-The question is whether a server reads a prompt that many share once or for each of them. All sessions of a repetition
-start with the same words, followed by a few of their own; each repetition has other words, so that nothing
-is left of an earlier one. `prompt tokens read` counts the prefilled tokens of all sessions.
+It measures whether a server prefills a shared prefix once or for each session. All sessions of a repetition start with
+the same words, followed by a few of their own; each repetition has other words, so that nothing is left of an earlier
+one. `prompt tokens read` counts the prefilled tokens of all sessions.
 """
 
 from __future__ import annotations

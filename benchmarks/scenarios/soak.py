@@ -1,9 +1,8 @@
 """Minutes of mixed load, with one engine killed in the middle.
 
-The question is what does not show in a few seconds: whether memory grows, whether answers become slower, whether some
-turn ends twice or never, whether a text is not what the session holds. Clients talk, abort, lose their connection in
-the middle of an answer and come back, read slowly, fork, rewind and open new sessions, as drawn by a seed. There are
-more of them than slots.
+It measures what a few seconds do not show: growth of memory, slower answers, turns that end twice or never, and texts
+that differ from the session's. Clients send turns, abort them, lose their connection during an answer and resume it,
+read slowly, fork, rewind and open new sessions, as drawn by a seed. There are more of them than slots.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SEEDS_OF_A_CLIENT: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What clients met with, and what became of the daemon meanwhile."""
+    """What clients observed, and the daemon's memory meanwhile."""
 
     tally: Tally
     front: Growth | None
@@ -104,7 +103,7 @@ class Soak:
 
 
 async def run(bench: Bench) -> Report:
-    """Run each number of clients for the wanted time, one after the other, on one daemon."""
+    """Run each number of clients for the configured time, one after the other, on one daemon."""
     clients, duration_s = required(bench.options.clients), required(bench.options.duration_s)
     points = []
     async with bench.stage(_settings(bench), points=len(clients)) as stage:
@@ -117,18 +116,18 @@ async def run(bench: Bench) -> Report:
             max_tokens=required(bench.options.max_tokens),
             pause_s=min(_LONGEST_PAUSE_S, duration_s / 10),
         )
-        crowd = _Crowd(stage.daemon, prompts, bounds)
+        clients_of_daemon = _ClientGroup(stage.daemon, prompts, bounds)
         for n_clients in clients:
             found = []
             for _ in range(bench.repeat):
                 with bench.run(f"{n_clients} clients for {duration_s:.0f} s"):
-                    soaked = await crowd.live(n_clients, duration_s=duration_s, first_seed=bench.next_seed())
+                    soaked = await clients_of_daemon.run(n_clients, duration_s=duration_s, first_seed=bench.next_seed())
                 found.append(soaked.metrics())
             points.append(Point((Parameter("clients", n_clients),), (tuple(found),)))
         return Report(SCENARIO.name, stage.sides, tuple(points))
 
 
-class _Crowd:
+class _ClientGroup:
     """Clients of one daemon, all at once, while its memory is read and its engine is killed once."""
 
     def __init__(self, daemon: RunningDaemon, prompts: Prompts, bounds: Bounds) -> None:
@@ -136,7 +135,7 @@ class _Crowd:
         self._prompts = prompts
         self._bounds = bounds
 
-    async def live(self, n_clients: int, *, duration_s: float, first_seed: int) -> Soak:
+    async def run(self, n_clients: int, *, duration_s: float, first_seed: int) -> Soak:
         tally = Tally()
         start_s = time.monotonic()
         end_s = start_s + duration_s
@@ -153,7 +152,7 @@ class _Crowd:
                         n_ctx=self._daemon.readiness.n_ctx,
                         first_seed=first_seed + index * _SEEDS_OF_A_CLIENT,
                     )
-                    group.create_task(client.live(plan, until_s=end_s))
+                    group.create_task(client.run(plan, until_s=end_s))
         front, engine = memory.result()
         warm_up_s = min(_WARM_UP_S, duration_s / 5)
         return Soak(

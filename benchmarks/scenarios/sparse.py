@@ -29,7 +29,7 @@ _QUESTION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """The speakers' rate and delays; no rate when in no round all of them decoded at the same time."""
+    """Rate and delays of the active sessions; no rate if they never all decoded at the same time."""
 
     decode_tok_s: float | None
     itl_ms: tuple[float, ...]
@@ -45,10 +45,10 @@ class Sparse:
 
 
 def read(measured: Measured[Turns], *, rounds: Sequence[Round]) -> Sparse:
-    """Return what the speakers saw; the first round reads the histories and is not counted."""
-    _, *spoken = measured.answer.by_round(rounds)
-    every_turn = [turn for turns in spoken for turn in turns]
-    busy = [(turns, window) for turns in spoken if (window := timeline.decode_window(turns)).length_s > 0]
+    """Return the figures of the active sessions; the first round prefills the histories and is not counted."""
+    _, *measured_rounds = measured.answer.by_round(rounds)
+    every_turn = [turn for turns in measured_rounds for turn in turns]
+    busy = [(turns, window) for turns in measured_rounds if (window := timeline.decode_window(turns)).length_s > 0]
     busy_s = sum(window.length_s for _, window in busy)
     tokens_read = timeline.tokens_read(every_turn)
     return Sparse(
@@ -58,33 +58,33 @@ def read(measured: Measured[Turns], *, rounds: Sequence[Round]) -> Sparse:
     )
 
 
-def drawn(sessions: int, speakers: int, *, rounds: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Return who speaks in each round, so many of the sessions in ascending order."""
+def drawn(sessions: int, active: int, *, rounds: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Return the active sessions of each round, drawn at random, in ascending order."""
     chance = random.Random(seed)  # noqa: S311 - the same draw for the same seed
-    return tuple(tuple(sorted(chance.sample(range(sessions), speakers))) for _ in range(rounds))
+    return tuple(tuple(sorted(chance.sample(range(sessions), active))) for _ in range(rounds))
 
 
 async def run(bench: Bench) -> Report:
-    """Measure each length of history with each number of speakers."""
+    """Measure each length of history with each number of active sessions."""
     options = bench.options
-    sessions, speakers, lengths = required(options.sessions), required(options.clients), required(options.prompt_tokens)
+    sessions, active, lengths = required(options.sessions), required(options.clients), required(options.prompt_tokens)
     count, max_tokens = required(options.count), required(options.max_tokens)
-    if max(speakers) > sessions:
-        raise refused("clients", f"{max(speakers)} of {sessions} sessions cannot speak")
+    if max(active) > sessions:
+        raise refused("clients", f"{max(active)} of {sessions} sessions cannot be active")
     n_ctx = context_tokens(max(lengths) + 1 + count * (_QUESTION_TOKENS + max_tokens))
     settings = bench.settings(slots=sessions, n_ctx=n_ctx)
-    async with bench.stage(settings, points=len(lengths) * len(speakers)) as stage:
+    async with bench.stage(settings, points=len(lengths) * len(active)) as stage:
         _check_slots(stage, sessions)
         for prompt_tokens in lengths:
-            for n_speakers in speakers:
-                spoken = drawn(sessions, n_speakers, rounds=count, seed=n_speakers)
+            for n_active in active:
+                active_sessions = drawn(sessions, n_active, rounds=count, seed=n_active)
                 rounds = (
                     Round(prompt_tokens, 1),
-                    *(Round(_QUESTION_TOKENS, max_tokens, clients=each) for each in spoken),
+                    *(Round(_QUESTION_TOKENS, max_tokens, clients=each) for each in active_sessions),
                 )
                 await stage.measure(
                     Parameter("tokens of history", prompt_tokens),
-                    Parameter(f"of {sessions} sessions speak", n_speakers),
+                    Parameter(f"active of {sessions} sessions", n_active),
                     job=partial(Rounds, clients=sessions, rounds=rounds, continues=True, pinned=True, warm_up=WARM_UP),
                     answer=Turns,
                     read=partial(read, rounds=rounds),
@@ -100,7 +100,7 @@ def _check_slots(stage: Stage, sessions: int) -> None:
 
 SCENARIO = Scenario(
     name="sparse",
-    summary="many open sessions of which a part speaks at a time",
+    summary="many open sessions of which a part is active at a time",
     run=run,
     defaults=Options(sessions=16, clients=(8,), count=6, prompt_tokens=(100, 500), max_tokens=64, repeat=5),
     takes=COMPARABLE | {"sessions", "clients", "count", "prompt_tokens", "max_tokens"},

@@ -1,8 +1,8 @@
 """Gain and cost of speculation, which drafts tokens from earlier text (prompt lookup) or, with `--draft`, by a model.
 
-Two daemons, alike but that one guesses and the other does not, take the same closed loops in turn, as in `throughput`.
-At temperature 0 small models repeat themselves once their answer should have ended, which is the best case;
-at 1 their text repeats itself less. That of a model with random weights (`--model`) never does, which is the worst.
+Two daemons, of which only one drafts tokens, run the same closed loops in turn, as in `throughput`. At temperature 0
+small models repeat themselves once their answer should have ended, which is the best case; at 1 their text repeats
+itself less. The text of a model with random weights (`--model`) never repeats itself, which is the worst case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From the start of the process until turns can run.
+"""From the start of the process until turns can run, which is how long a restart interrupts clients.
 
-The question is how long a restart keeps people waiting. The first start of each side is not counted: it brings the
-model file into the page cache. A peer takes part when ``--peer-command NAME=COMMAND`` gives its start command; it is
-ready when its ``/health`` answers with 200.
+The first start of each side is not counted: it brings the model file into the page cache. A peer takes part when
+``--peer-command NAME=COMMAND`` gives its start command; it is ready when its ``/health`` answers with 200.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Start:
 
 
 async def run(bench: Bench) -> Report:
-    """Start and stop each side in turn; never are two of them up."""
+    """Start and stop each side in turn; only one runs at a time."""
     settings = bench.settings(slots=_SLOTS, n_ctx=0)
     peers = bench.options.peers or ()
     for peer in peers:

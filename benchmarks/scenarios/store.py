@@ -1,8 +1,8 @@
-"""What it costs that sessions are written down before they are shown.
+"""The cost of storing events before they are published.
 
-Two daemons, alike but that one writes sessions down and the other does not, take the same load in turn. First the echo
-backend makes short turns for nothing, so that the turns a second are what committing them allows. Then closed loops
-as in `throughput`: with the echo backend at a fixed time for each decode, and with the model.
+Two daemons, of which only one stores sessions, get the same load in turn. First the echo backend runs short turns at no
+cost, so that commits limit the turns a second. Then closed loops as in `throughput`: with the echo backend at a fixed
+time for each decode, and with the model.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ECHO_DELAY_MS: Final = 10
 _SHORT_PROMPT_TOKENS: Final = 16
 _SHORT_ANSWER_TOKENS: Final = 4
 _TURNS_EACH: Final = 16
-"""Turns of a conversation that is then closed: what opening one costs counts little, and histories stay short."""
+"""Turns of a conversation before it is closed, so that opening one costs little and histories stay short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """Short turns: how many a second, how long each took, and what each cost the front."""
+    """Short turns: their rate, their duration, and the front's CPU for each."""
 
     turns_s: float
     turn_ms: tuple[float, ...]
@@ -54,7 +54,7 @@ class Commits:
 
 
 def read(measured: Measured[Turns]) -> Commits:
-    """Return what a closed loop of short turns gave, its warm-up left out."""
+    """Return the figures of a closed loop of short turns without its warm-up."""
     clients = measured.answer.clients
     window = timeline.busy_window(clients, warm_up_turns=throughput.WARM_UP_TURNS)
     turns = [turn for turns in clients for turn in turns]
@@ -119,13 +119,13 @@ class _Load:
 
 
 def _stored(job: Callable[..., ClosedLoop], *, target: TargetSpec, **fields: Any) -> ClosedLoop:
-    """Return the job with conversations that are written down where the daemon does so."""
+    """Return the job with stored conversations, if the daemon stores any."""
     return job(target=replace(target, stored=True), **fields)
 
 
 SCENARIO = Scenario(
     name="store",
-    summary="turns committed a second, and what writing sessions down costs",
+    summary="turns committed a second, and the cost of storing sessions",
     run=run,
     defaults=Options(clients=(8,), prompt_tokens=(64,), max_tokens=64, duration_s=10.0, repeat=5),
     takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},

@@ -1,9 +1,9 @@
-"""What it costs that an answer has to be JSON that a schema accepts.
+"""The cost of answers that a JSON schema constrains.
 
-The same closed loops as in `throughput`, on one daemon, with a JSON schema and without. Random weights (`--model`) say
-nothing that a schema would expect, so all that keeps the answer in shape is the mask, and with a vocabulary of real
-size it is as large as it gets. The schema wants more records than an answer has tokens: it ends by its length on both
-sides, after as many tokens. Its strings are bounded, else random weights would hardly ever leave the first one.
+The same closed loops as in `throughput` run on one daemon, with a JSON schema and without. Random weights (`--model`)
+hardly ever follow a schema by themselves, so the mask decides, and with a vocabulary of real size it has its full size.
+The schema requires more records than an answer has tokens, so answers of both sides end at the same length. Its strings
+are bounded, else random weights would hardly ever leave the first one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RECORD: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """What a closed loop gave, and how long its answers were, which must be the same on both sides."""
+    """The figures of a closed loop, and the length of its answers, which must be the same on both sides."""
 
     loop: throughput.Throughput
     tokens_per_turn: float
@@ -52,7 +52,7 @@ class Constrained:
 
 
 def read(measured: Measured[Turns]) -> Constrained:
-    """Return what a closed loop gave; the warm-up turns, which are shorter, do not count towards the length."""
+    """Return the figures of a closed loop; the warm-up turns, which are shorter, do not count towards the length."""
     turns = [turn for turns in measured.answer.clients for turn in turns[throughput.WARM_UP_TURNS :]]
     return Constrained(throughput.read(measured), sum(turn.tokens for turn in turns) / len(turns))
 
@@ -91,7 +91,7 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="structured",
-    summary="answers held to a JSON schema, against free ones: tokens a second",
+    summary="answers constrained by a JSON schema, against free ones: tokens a second",
     run=run,
     defaults=Options(clients=(8,), prompt_tokens=(32,), max_tokens=128, duration_s=10.0, repeat=5),
     takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},

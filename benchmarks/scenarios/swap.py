@@ -1,8 +1,8 @@
 """Another model is loaded while streams run, and becomes the one that answers.
 
-The question is what those who are being answered notice of it: whether their turns are whole, and how long their text
-stands still while the other model loads, beside what it did before. Both models are the same file, so that streams of
-one round are as fast as those of the next. After each round the model that was left is unloaded: every swap loads.
+It measures the effect on running turns: whether they are complete, and how long their text pauses while the other model
+loads, compared with before. Both models are the same file, so that all rounds are equally fast. After each round the
+previous model is unloaded, so every swap loads one.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ _ECHO_DELAY_MS: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One swap under streams: when it was asked for and done, and what its engine took to load; seconds.
+    """One swap under streams: when it was requested and done, and how long its engine loaded; seconds.
 
-    ``against_transcripts`` holds what each stream was shown against what its session has of it.
+    ``against_transcripts`` compares the text of each stream with its session's transcript.
     """
 
-    asked_s: float
+    requested_s: float
     done_s: float
     load_s: float
     streams: tuple[ObservedTurn, ...]
     against_transcripts: tuple[Difference, ...]
 
     def before_ms(self) -> list[float]:
-        """Return the pauses within streams that were over when the swap was asked for."""
-        return [(later - earlier) * 1000 for earlier, later in _pauses(self.streams) if later <= self.asked_s]
+        """Return the pauses of streams that ended before the swap was requested."""
+        return [(later - earlier) * 1000 for earlier, later in _pauses(self.streams) if later <= self.requested_s]
 
     def meanwhile_ms(self) -> list[float]:
-        """Return those of which some part lies in the swap, whole."""
+        """Return the pauses that overlap the swap, with their full length."""
         return [
             (later - earlier) * 1000
             for earlier, later in _pauses(self.streams)
-            if later > self.asked_s and earlier < self.done_s
+            if later > self.requested_s and earlier < self.done_s
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """What swaps did to streams that generate ``max_tokens`` each."""
+    """The effect of swaps on streams that generate ``max_tokens`` each."""
 
     changes: tuple[Change, ...]
     max_tokens: int
@@ -75,13 +75,13 @@ class Swaps:
         """Return the numbers of one repetition."""
         turns = [turn for change in self.changes for turn in change.streams]
         whole = [change.against_transcripts for change in self.changes]
-        made = [turn.usage.completion_tokens if turn.usage else 0 for turn in turns]
-        taken_ms = [(change.done_s - change.asked_s) * 1000 for change in self.changes]
+        generated = [turn.usage.completion_tokens if turn.usage else 0 for turn in turns]
+        taken_ms = [(change.done_s - change.requested_s) * 1000 for change in self.changes]
         loads_ms = [change.load_s * 1000 for change in self.changes]
         return (
             Metric("turns", "", len(turns)),
             Metric("turns failed", "", sum(turn.finishes != ["length"] for turn in turns), "lower"),
-            Metric("tokens missing", "", sum(max(0, self.max_tokens - tokens) for tokens in made), "lower"),
+            Metric("tokens missing", "", sum(max(0, self.max_tokens - tokens) for tokens in generated), "lower"),
             Metric(
                 "texts unlike the transcript",
                 "",
@@ -118,7 +118,7 @@ async def run(bench: Bench) -> Report:
 
 
 class _Rounds:
-    """Turns on all connections at once, under which the model is swapped; to and fro from round to round."""
+    """Turns on all connections at once, during which the model is swapped; rounds alternate between two models."""
 
     def __init__(self, daemon: RunningDaemon, operator: Line, prompts: Prompts, *, bench: Bench) -> None:
         self._daemon = daemon
@@ -143,12 +143,12 @@ class _Rounds:
                 async with asyncio.TaskGroup() as group:
                     turns = [
                         group.create_task(
-                            run_turn(line, session, text, max_tokens=self._max_tokens, on_frame=streams.heard)
+                            run_turn(line, session, text, max_tokens=self._max_tokens, on_frame=streams.observe)
                         )
                         for line, session, text in zip(lines, sessions, self._texts(len(lines)), strict=True)
                     ]
                     await streams.flowing.wait()
-                    asked_s, done_s, load_s = await self._swap()
+                    requested_s, done_s, load_s = await self._swap()
             shown = tuple(turn.result() for turn in turns)
             if all(turn.ended_s is not None and turn.ended_s < done_s for turn in shown):
                 raise refused(
@@ -161,7 +161,7 @@ class _Rounds:
                 await line.send(op="close_session", session_id=session)
             await self._unload()
         return Change(
-            asked_s=asked_s,
+            requested_s=requested_s,
             done_s=done_s,
             load_s=load_s,
             streams=shown,
@@ -178,8 +178,8 @@ class _Rounds:
         ]
 
     async def _swap(self) -> tuple[float, float, float]:
-        """Load the other model; return when that was asked for and done, and what its engine took."""
-        before, asked_s = self._daemon.engine, time.monotonic()
+        """Load the other model; return when that was requested and done, and how long its engine loaded."""
+        before, requested_s = self._daemon.engine, time.monotonic()
         request_id = await self._operator.send(op="load_model", name=self._other)
         while True:
             frame = await self._operator.receive()
@@ -189,7 +189,7 @@ class _Rounds:
         if frame.phase != "done":
             raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, frame.detail or frame.message)
         engine = await self._daemon.engine_after(before)
-        return asked_s, done_s, engine.ready_s - engine.started_s
+        return requested_s, done_s, engine.ready_s - engine.started_s
 
     async def _unload(self) -> None:
         """Free the model used so far, and continue with the other."""
@@ -208,7 +208,7 @@ class _Streams:
         self._flowing: set[int] = set()
         self.flowing = asyncio.Event()
 
-    def heard(self, turn: ObservedTurn) -> None:
+    def observe(self, turn: ObservedTurn) -> None:
         if len(turn.times_s) >= _PIECES_BEFORE or turn.finishes:
             self._flowing.add(id(turn))
         if len(self._flowing) == self._count:

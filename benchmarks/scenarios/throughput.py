@@ -1,8 +1,8 @@
 """Closed loop: N clients, each starting its next turn when the last one ends.
 
-The question is how much a server gives when it is kept busy, and how smooth the streams are then. Tokens and delays
-count in the time in which all clients have a turn running that is not their first: the first ones come all at once and
-have different lengths, so that later turns start at different times, as they do among people.
+It measures the throughput of a busy server, and the delays of its streams. Tokens and delays count in the time in which
+all clients have a turn running that is not their first: the first ones come all at once and have different lengths, so
+that later turns start at different times, as those of users do.
 
 Each number of clients has servers of its own with as many slots, unless ``--slots`` gives a number or ``--url`` a
 daemon: a server with more slots than clients may scatter them, which ``sparse`` measures.
@@ -52,7 +52,7 @@ class Throughput:
 
 
 def read(measured: Measured[Turns]) -> Throughput:
-    """Return what a closed loop gave, its warm-up left out."""
+    """Return the figures of a closed loop without its warm-up."""
     clients = measured.answer.clients
     window = timeline.busy_window(clients, warm_up_turns=WARM_UP_TURNS)
     every_turn = [turn for turns in clients for turn in turns]

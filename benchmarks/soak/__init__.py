@@ -1,1 +1,1 @@
-"""Clients that behave as people's do, for minutes: they abort, disappear, come back, read slowly, fork and rewind."""
+"""Clients that run for minutes with random actions: they abort, disconnect, resume, read slowly, fork and rewind."""

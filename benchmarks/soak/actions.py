@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What happens in an action; all but the last three are turns."""
+    """The kinds of actions; all but the last three are turns."""
 
     TALK = "turn"
     ABORT = "abort"
@@ -40,10 +40,10 @@ _SHORTEST_PAUSE_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a client does.
+    """One action of a client.
 
-    In a turn it happens after so many pieces of text, and where it takes time, for ``pause_s``. ``choice`` from 0 to 1
-    says which of its turns a client goes back to.
+    In a turn it happens after ``after_pieces`` pieces of text, and a pause takes ``pause_s``. ``choice`` from 0 to 1
+    selects the turn to which a client forks or rewinds.
     """
 
     kind: Kind

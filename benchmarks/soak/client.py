@@ -1,4 +1,4 @@
-"""One client of a soak: a connection that comes and goes, and a session that outlives it."""
+"""One client of a soak: a connection that is lost and replaced, and a session that outlives it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ACT_LIMIT_S: Final = 120.0
 """An action that takes longer counts as an error."""
 _FULL: Final = 0.5
-"""Part of its context at which a session is left for a new one."""
+"""The share of its context at which a session is replaced by a new one."""
 
 
 class SoakClient:
@@ -47,8 +47,8 @@ class SoakClient:
         self._n_tokens = 0
         self._aborts: set[str] = set()
 
-    async def live(self, actions: Iterator[Action], *, until_s: float) -> None:
-        """Do one action after the other until it is ``until_s`` of ``time.monotonic``, then close the session.
+    async def run(self, actions: Iterator[Action], *, until_s: float) -> None:
+        """Run one action after the other until ``until_s`` of ``time.monotonic``, then close the session.
 
         Raises:
             InferenceCenterError: The daemon cannot be reached any more.
@@ -57,7 +57,7 @@ class SoakClient:
             await self._renew()
             while time.monotonic() < until_s:
                 await self._one(next(actions))
-            await self._here.ask(op="close_session", session_id=self._session_id)
+            await self._open_line.request(op="close_session", session_id=self._session_id)
 
     async def _one(self, action: Action) -> None:
         self._tally.actions[action.kind] += 1
@@ -92,11 +92,11 @@ class SoakClient:
         shown = ObservedTurn(time.monotonic())
         shown.begin_at(self._seq)
         params = {"max_tokens": action.max_tokens, "seed": self._seed, "ignore_eos": True}
-        asked = await self._here.send(op="infer", session_id=self._session_id, prompt=text, params=params)
+        request_id = await self._open_line.send(op="infer", session_id=self._session_id, prompt=text, params=params)
         turn_id, is_due = "", action.kind is not Kind.TALK
         while not shown.finishes:
-            frame = await self._here.receive()
-            if not self._is_of(frame, asked):
+            frame = await self._open_line.receive()
+            if not self._is_of(frame, request_id):
                 continue
             turn_id = frame.turn_id or turn_id
             shown.take(frame, now_s=time.monotonic())
@@ -105,10 +105,10 @@ class SoakClient:
                 await self._disturb(action, shown)
 
         def late(frame: Frame) -> None:
-            if self._is_of(frame, asked):
+            if self._is_of(frame, request_id):
                 shown.take(frame, now_s=time.monotonic())
 
-        transcript = await last_answer(self._here, self._session_id, on_other=late)
+        transcript = await last_answer(self._open_line, self._session_id, on_other=late)
         self._tally.turn(action.kind, shown, transcript=transcript)
         if shown.finishes[0] not in ENDINGS | {"aborted"}:
             return await self._renew()
@@ -116,8 +116,8 @@ class SoakClient:
         self._turns.append(turn_id)
         self._n_tokens = shown.usage.prompt_tokens + shown.usage.completion_tokens if shown.usage else self._n_ctx
 
-    def _is_of(self, frame: Frame, asked: str) -> bool:
-        """Tell whether a frame is an event of the turn that was ``asked`` for; an error that is not may be raised.
+    def _is_of(self, frame: Frame, request_id: str) -> bool:
+        """Return whether a frame is an event of the turn of ``request_id``; an error of another request may be raised.
 
         Raises:
             InferenceCenterError: With the daemon's code when it refused the turn.
@@ -127,26 +127,26 @@ class SoakClient:
             return False
         if frame.op == "error" and frame.turn_id is None:
             succeeded(frame, "queued")
-        return frame.id == asked or (frame.session_id == self._session_id and frame.turn_id is not None)
+        return frame.id == request_id or (frame.session_id == self._session_id and frame.turn_id is not None)
 
     async def _disturb(self, action: Action, shown: ObservedTurn) -> None:
         if action.kind is Kind.ABORT:
-            self._aborts.add(await self._here.send(op="abort", session_id=self._session_id))
+            self._aborts.add(await self._open_line.send(op="abort", session_id=self._session_id))
             return
         if action.kind is Kind.DROP:
-            self._here.drop()
+            self._open_line.drop()
         await asyncio.sleep(action.pause_s)
         if action.kind is Kind.DROP:
             await self._connect()
             await self._resume(shown)
 
     async def _resume(self, shown: ObservedTurn) -> None:
-        """Come back to the session in the middle of a turn.
+        """Resume the session in the middle of a turn.
 
         Raises:
             InferenceCenterError: With the daemon's code when it refuses, ``internal`` when events were lost.
         """
-        answer = await self._here.ask(
+        answer = await self._open_line.request(
             op="resume_session", session_id=self._session_id, epoch=self._epoch, last_seq=shown.seq
         )
         back = succeeded(answer, "session_resumed")
@@ -157,19 +157,20 @@ class SoakClient:
     # Sessions.
 
     async def _fork(self, action: Action) -> None:
-        """Go on in a copy of the session, or of its beginning, and leave the session itself."""
+        """Continue in a fork of the session, and close the session itself."""
         turn = self._chosen(action)
         forked = succeeded(
-            await self._here.ask(op="fork_session", session_id=self._session_id, turn=turn), "session_created"
+            await self._open_line.request(op="fork_session", session_id=self._session_id, turn=turn), "session_created"
         )
-        await self._here.ask(op="close_session", session_id=self._session_id)
+        await self._open_line.request(op="close_session", session_id=self._session_id)
         self._adopt(forked)
         self._cut(turn)
 
     async def _rewind(self, action: Action) -> None:
         turn = self._chosen(action)
         rewound = succeeded(
-            await self._here.ask(op="rewind_session", session_id=self._session_id, turn=turn), "session_rewound"
+            await self._open_line.request(op="rewind_session", session_id=self._session_id, turn=turn),
+            "session_rewound",
         )
         self._seq = rewound.seq or self._seq
         self._cut(turn)
@@ -182,16 +183,16 @@ class SoakClient:
         self._turns = [] if turn == START else self._turns[: self._turns.index(turn) + 1]
 
     async def _leave(self) -> None:
-        succeeded(await self._here.ask(op="close_session", session_id=self._session_id), "session_closed")
+        succeeded(await self._open_line.request(op="close_session", session_id=self._session_id), "session_closed")
         await self._begin()
 
     async def _renew(self) -> None:
-        """Begin again, with a connection and a session of its own."""
+        """Begin again with a new connection and a new session."""
         await self._connect()
         await self._begin()
 
     async def _begin(self) -> None:
-        self._adopt(await self._here.create_session(stored=True))
+        self._adopt(await self._open_line.create_session(stored=True))
         self._turns, self._n_tokens = [], 0
 
     def _adopt(self, created: Frame) -> None:
@@ -203,6 +204,6 @@ class SoakClient:
         self._line = await self._open.enter_async_context(open_line(self._spec))
 
     @property
-    def _here(self) -> Line:
+    def _open_line(self) -> Line:
         assert self._line is not None, "connected first"
         return self._line

@@ -23,14 +23,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The trend in MiB a minute, and the most that was ever held above what it was at first, in MiB."""
+    """The trend in MiB a minute, and the peak above the first sample, in MiB."""
 
     mib_per_min: float
     most_mib: float
 
 
 def growth(samples: Sequence[Sample], *, warm_up_s: float) -> Growth | None:
-    """Return how memory grew after the warm-up of each process; ``None`` when that was never seen twice.
+    """Return the growth of memory after the warm-up of each process; ``None`` if there are not two samples of it.
 
     Of several processes, one after the other, the worst of each number counts.
     """

@@ -1,4 +1,4 @@
-"""What clients met with, counted."""
+"""Counts of what clients observed."""
 
 from __future__ import annotations
 

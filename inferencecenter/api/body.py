@@ -82,7 +82,6 @@ def text_only(kind: object) -> object:
 
 
 def invalid_field(field: str, message: str) -> InferenceCenterError:
-    """Return the error of an invalid field."""
     return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field=field)
 
 

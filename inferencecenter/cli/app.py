@@ -49,11 +49,9 @@ class Commands(TyperGroup):
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of a name, ``None`` for an unknown one."""
         if cmd_name not in _COMMANDS:
             return None
         module = import_module(f"inferencecenter.cli.{cmd_name}")
@@ -66,7 +64,6 @@ class Commands(TyperGroup):
         return typer.main.get_group(holder).commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the summaries of all commands."""
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))

@@ -113,7 +113,6 @@ def models_of_daemon(
 
 
 def state(model: ModelSummary) -> str:
-    """Return the state of a model as text."""
     words = f"{model.state}, default" if model.default else model.state
     return f"{words}: {model.detail}" if model.state == "failed" and model.detail else words
 

@@ -244,7 +244,6 @@ def _audit(settings: Settings, kind: PurgeKind, name: str) -> None:
 
 
 def n_sessions_text(count: int) -> str:
-    """Return a number of sessions as text."""
     return "1 session" if count == 1 else f"{count} sessions"
 
 

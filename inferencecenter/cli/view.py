@@ -57,8 +57,7 @@ class TurnView(Protocol):
     def loading(self, model: str | None) -> None:
         """Show that the answer waits for its model to load; ``model`` is its name if known."""
 
-    def show(self, event: TurnStreamEvent) -> None:
-        """Show one event of the turn."""
+    def show(self, event: TurnStreamEvent) -> None: ...
 
     def notice(self, notice: Notice) -> None:
         """Show a change of the connection or the engine, separate from the answer."""

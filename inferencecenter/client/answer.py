@@ -50,7 +50,6 @@ class Answer:
 
     @classmethod
     def of(cls, content: str, reasoning: str | None = None, tool_calls: Sequence[ToolCall] | None = None) -> Answer:
-        """Return an answer with this content."""
         calls = [_Call(call.call_id, call.name, [call.arguments]) for call in tool_calls or ()]
         return cls(_content=[content], _reasoning=[reasoning or ""], _calls=calls)
 
@@ -246,7 +245,6 @@ class TurnStream:
 
     @property
     def state(self) -> StreamState:
-        """State of the turn."""
         return self._state
 
     @property

@@ -205,7 +205,6 @@ class DaemonConnection:
     # Interface for sessions.
 
     def with_new_id(self, request: R) -> R:
-        """Return the request with a new id."""
         return request.model_copy(update={"id": f"{self._name}-{next(self._ids)}"})
 
     async def send(self, request: Request) -> None:

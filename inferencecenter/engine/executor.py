@@ -326,7 +326,6 @@ class Executor:
         return failure
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        """Run a plan and return its outcome."""
         for turn_id in plan.preemptions:
             self._preempt(turn_id)
         outcome = self._mover.run(plan.moves)

@@ -73,8 +73,7 @@ class EngineTurn(Protocol):
     """
 
     @property
-    def turn_id(self) -> str:
-        """Id of the turn."""
+    def turn_id(self) -> str: ...
 
     @property
     def client_id(self) -> str:
@@ -180,8 +179,7 @@ class ModelsPort(Protocol):
         """Name of the model of sessions that name none; changes with a swap."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all models."""
+    def names(self) -> tuple[str, ...]: ...
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -97,8 +97,7 @@ class ServedModels(ModelsPort, Protocol):
         """Return a model's configuration; ``model_not_found`` for an unknown one."""
 
     @property
-    def status(self) -> EngineStatus:
-        """Status of its engine."""
+    def status(self) -> EngineStatus: ...
 
     @property
     def plan(self) -> EnginePlan | None:
@@ -114,8 +113,7 @@ class ServedModels(ModelsPort, Protocol):
     def forget_removed(self) -> None:
         """Forget models whose files were deleted from ``models_dir``; their running turns end first."""
 
-    def describe(self) -> tuple[ModelSummary, ...]:
-        """Return all models."""
+    def describe(self) -> tuple[ModelSummary, ...]: ...
 
     def swap(self, name: str, on_progress: Callable[[events.Swap], None]) -> None:
         """Load a model and make it the default; ``on_progress`` receives the progress."""

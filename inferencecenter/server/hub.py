@@ -74,15 +74,13 @@ class ClientSocket(Protocol):
     v1: bool
 
     @property
-    def authenticated(self) -> bool:
-        """Whether it is authenticated."""
+    def authenticated(self) -> bool: ...
 
     @property
     def client(self) -> Account:
         """The client, once it is authenticated."""
 
-    def send(self, event: Event) -> None:
-        """Send an event."""
+    def send(self, event: Event) -> None: ...
 
     def set_account_limits(self, limits: AccountLimits) -> None:
         """Set the limits of the sessions of its client."""

@@ -46,8 +46,7 @@ class Wire(Protocol):
     def takes_frames(self) -> bool:
         """Whether the peer keeps up."""
 
-    def write_text(self, frame: bytes) -> None:
-        """Write a text frame."""
+    def write_text(self, frame: bytes) -> None: ...
 
     def write_piece(self, piece: bytes, *, first: bool, last: bool) -> None:
         """Write a fragment of a text message; no other message may start before the last fragment."""

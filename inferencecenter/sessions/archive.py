@@ -90,15 +90,13 @@ class ReadSession(Protocol):
     """An archived session that was read."""
 
     @property
-    def session(self) -> StoredSession:
-        """The session."""
+    def session(self) -> StoredSession: ...
 
 
 class ArchiveStore(Protocol):
     """Storage of archived sessions. All methods but ``reopen`` block, and are called on one thread."""
 
-    def read(self, client_id: str, session_id: str) -> ReadSession | None:
-        """Return an archived session of a client."""
+    def read(self, client_id: str, session_id: str) -> ReadSession | None: ...
 
     def reopen(self, found: ReadSession) -> None:
         """Record that a session is live again, before its further records. Called on the event loop."""
@@ -208,7 +206,6 @@ class SessionArchive:
         return sum(size.n_sessions for size in self._sizes.values())
 
     def size_of(self, client_id: str) -> ArchiveSize:
-        """Return the size of a client's archive."""
         return self._sizes.get(client_id, ArchiveSize())
 
     @property

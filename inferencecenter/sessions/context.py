@@ -194,8 +194,7 @@ def bound_max_tokens(own: Params, limits: AccessLimits, *, session: Params, chos
 class ScheduledCall(Protocol):
     """A call that happens unless it is cancelled."""
 
-    def cancel(self) -> None:
-        """Cancel the call."""
+    def cancel(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

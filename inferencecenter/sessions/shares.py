@@ -45,8 +45,7 @@ class ShareStore(Protocol):
     def shares(self, client_id: str) -> tuple[StoredShare, ...]:
         """Return the shares of a client, oldest first."""
 
-    def share(self, share_id: str) -> StoredShare | None:
-        """Return a share."""
+    def share(self, share_id: str) -> StoredShare | None: ...
 
     def shared_messages(self, share_id: str) -> str | None:
         """Return the messages of a share as JSON."""

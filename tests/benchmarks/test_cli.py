@@ -259,7 +259,7 @@ async def test_every_scenario_runs(name: str, given: Options, metric: str) -> No
         ("returning", Options(sessions=4, slots=4), "--sessions: 4 sessions do not lose their slots"),
         ("returning", Options(count=1), "--count: a client returns only"),
         ("sparse", Options(sessions=6, clients=(2,), slots=4), "--sessions: 6 sessions have no slot each"),
-        ("sparse", Options(sessions=4, clients=(5,)), "--clients: 5 of 4 sessions cannot speak"),
+        ("sparse", Options(sessions=4, clients=(5,)), "--clients: 5 of 4 sessions cannot be active"),
         ("parking", Options(clients=(4,), slots=4), "--clients: 4 turns are no whole number of groups of 4"),
         ("parking", Options(clients=(6,), slots=4), "--clients: 6 turns are no whole number of groups of 4"),
         ("interference", Options(clients=(2,), max_tokens=8), "a stream of 8 tokens ended"),

@@ -27,7 +27,7 @@ SAME = Difference()
 def change(*streams: ObservedTurn, different: Difference = SAME) -> swap.Change:
     """Return a swap requested at 10 and done at 13, of which the engine took 2."""
     differences = (different, *[SAME] * (len(streams) - 1))
-    return swap.Change(asked_s=10, done_s=13, load_s=2, streams=streams, against_transcripts=differences)
+    return swap.Change(requested_s=10, done_s=13, load_s=2, streams=streams, against_transcripts=differences)
 
 
 def test_pauses_that_overlap_the_swap_belong_to_it() -> None:

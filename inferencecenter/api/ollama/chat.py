@@ -91,7 +91,6 @@ class _Calls:
         self._open_by_name: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
 
     def add(self, call_id: str | None, name: str) -> str:
-        """Add a call, and return its id."""
         call_id = call_id or f"{UNNAMED}{self._n}"
         self._n += 1
         self._known.add(call_id)

@@ -233,7 +233,6 @@ def _logprobs(entries: Iterable[TokenLogprobs], top: int) -> dict[str, Any]:
 
 
 def probability(entry: TokenLogprobs | TokenProbability) -> dict[str, Any]:
-    """Return a token and its probability."""
     # Incomplete characters are shown as U+FFFD; their bytes are not known here.
     known = "\N{REPLACEMENT CHARACTER}" not in entry.token
     return {

@@ -138,7 +138,6 @@ class ChatRequestMessage(DialectModel):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether it has calls."""
         return bool(self.tool_calls) or self.function_call is not None
 
 
@@ -234,7 +233,6 @@ class AllowedFunction(DialectModel):
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.function.name
 
 
@@ -246,7 +244,6 @@ class AllowedCustomTool(DialectModel):
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.custom.name
 
 

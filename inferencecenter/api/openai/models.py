@@ -87,7 +87,6 @@ async def list_models(call: Call) -> Reply:
 
 
 async def get_model(call: Call) -> Reply:
-    """Return one model."""
     wanted = call.path["model"]
     for model in _models(call):
         if wanted in (model.id, *model.aliases):

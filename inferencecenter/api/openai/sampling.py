@@ -354,7 +354,6 @@ class OutputForm:
 
 
 def infer_fields(form: OutputForm | None) -> dict[str, Any]:
-    """Return the fields of ``infer`` for a form."""
     return {} if form is None else {form.kind: form.value, "strict_schema": form.strict}
 
 

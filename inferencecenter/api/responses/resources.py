@@ -227,7 +227,6 @@ async def _complete(call: Call, request: CreateResponse) -> Response:
 
 
 async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes, None]:
-    """Stream a response."""
     context = call.context
     prepared = await _prepare(call, request)
     builder = _event_builder(call, request, prepared)

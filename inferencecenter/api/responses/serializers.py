@@ -310,7 +310,6 @@ def mcp_call_of(tool: McpToolName, call: ToolCall, output: str) -> OutputMcpCall
 
 
 def is_custom(offered: CallableTool | None) -> bool:
-    """Return whether a tool is a custom one."""
     return offered is not None and isinstance(offered.tool, CustomTool)
 
 

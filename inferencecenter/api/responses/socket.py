@@ -103,7 +103,6 @@ class ResponseStreams:
 
     @property
     def active(self) -> list[ResponseStream]:
-        """All streams."""
         return list(self._streams.values())
 
     def find(self, stream_id: str | None) -> ResponseStream | None:

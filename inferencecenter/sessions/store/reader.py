@@ -177,7 +177,6 @@ class ArchiveReader:
             return tuple(map(rows.share_of, database.execute(query, (client_id,)).fetchall()))
 
     def share(self, share_id: str) -> StoredShare | None:
-        """Return a share."""
         with self._reading() as database:
             query = f"SELECT {rows.SHARE_COLUMNS} FROM shares WHERE share_id = ?"  # noqa: S608 - columns
             row = database.execute(query, (share_id,)).fetchone()
