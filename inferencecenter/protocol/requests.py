@@ -381,7 +381,10 @@ class ListSessions(Request):
 
 
 class SearchSessions(Request):
-    """Search titles and messages of the client's stored sessions, live and archived; costs 10 operations.
+    """Search titles and messages of the client's stored sessions, live and archived.
+
+    It costs 10 operations, and one more for each 8 Mi characters that the client stores, for each word or phrase. A
+    query with more than about a million hits is refused.
 
     A session matches if each word and each "phrase" of the query occurs in its transcript or in `title` of its
     metadata; the last word also matches as a prefix. Case and diacritics are ignored. Chinese, Japanese, Korean, Thai,

@@ -49,6 +49,8 @@ MAX_SINKS: Final = 10_000
 """Archived sessions whose subscriber is kept, the latest."""
 _NEARLY: Final = 0.9
 _MAX_READS: Final = 4
+_SEARCHED_CHARS: Final = 128
+"""Characters that are searched for a word in the time in which one is read."""
 
 _Result = TypeVar("_Result")
 
@@ -94,7 +96,7 @@ class ReadSession(Protocol):
 
 
 class ArchiveStore(Protocol):
-    """Storage of archived sessions. All methods but ``reopen`` block, and are called on one thread."""
+    """Storage of archived sessions. All methods but ``reopen`` block; one thread calls ``search``, another the rest."""
 
     def read(self, client_id: str, session_id: str) -> ReadSession | None: ...
 
@@ -176,6 +178,7 @@ class SessionArchive:
         self._notifier = notifier
         self._make_room = make_room
         self._worker = FairWorker("archive")
+        self._search_worker = FairWorker("search")
         self._sizes: dict[str, ArchiveSize] = {}
         self._own_mib: dict[str, int] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -244,6 +247,14 @@ class SessionArchive:
             max_stored_chars=self._max_chars(client.client_id),
             retention_days=self._services.settings.retention_days if own_days is None else own_days,
         )
+
+    def searched_chars(self, client_id: str, query: str) -> int:
+        """Return the characters that a search costs: those of all texts for each word or phrase.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for too many words.
+        """
+        return len(search_terms(query)) * self._stored_chars(client_id) // _SEARCHED_CHARS
 
     def check_new(self, client_id: str) -> tuple[str, ...]:
         """Refuse another stored session of a client whose archive is full; return warnings before that.
@@ -331,7 +342,7 @@ class SessionArchive:
         """Return a page of the client's own stored sessions that match a query, live and archived.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for too many words or an ``after`` that is no cursor,
+            InferenceCenterError: ``invalid_request`` for too many words or hits, or an ``after`` that is no cursor,
                 ``unknown_op`` without an index, or ``storage_unavailable``.
         """
         client_id, terms = client.client_id, search_terms(request.query)
@@ -339,8 +350,9 @@ class SessionArchive:
         found: SearchResult | None = None
         before = self._summaries(client_id)
         if self._store is not None:
+            await self.committed(client_id)
             search = partial(self._store.search, client_id, terms, after=after, limit=request.limit)
-            found = await self.run(client_id, search)
+            found = await self._search_worker.run(client_id, search)
         if found is None:
             raise InferenceCenterError(
                 ErrorCode.UNKNOWN_OP,

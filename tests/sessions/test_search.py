@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +23,9 @@ from inferencecenter.sessions.search import (
     SearchTerm,
     search_terms,
 )
-from inferencecenter.sessions.store import search_index
+from inferencecenter.sessions.store import reader, search_index
 from inferencecenter.sessions.store.archive import purge_file
+from inferencecenter.sessions.store.reader import ArchiveReader
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.search_index import (
     SearchMaintenance,
@@ -420,6 +423,55 @@ async def test_search_without_an_index_is_refused(path: Path) -> None:
             prepare_index(database, is_wanted=False)
         error = await refused(ErrorCode.UNKNOWN_OP, search, world, "hello")
         assert "sessions.search" in (error.hint or "")
+
+
+async def test_search_with_too_many_hits_is_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused after a number of steps; a search with fewer hits is not affected, and neither is a later one."""
+    async with storing(path) as world:
+        for _ in range(40):
+            world.conversation("frequent", "rest")
+        rare = world.conversation("rare", "rest")
+        await world.committed()
+        monkeypatch.setattr(reader, "MAX_SEARCH_STEPS", 1000)
+        monkeypatch.setattr(reader, "_COUNTED_STEPS", 100)
+        error = await refused(ErrorCode.INVALID_REQUEST, search, world, "frequent rest")
+        assert error.field == "query"
+        assert await names(world, "rare") == [rare]
+        monkeypatch.undo()
+        assert len((await search(world, "frequent rest", limit=50)).results) == 40
+
+
+async def test_other_reads_do_not_wait_for_a_search(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a search runs, another account's archived session is loaded and listed."""
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def wait(*_args: object, **_kwargs: object) -> None:
+        has_begun.set()
+        may_end.wait()
+
+    async with storing(path) as world:
+        first = world.conversation()
+        world.many(4)
+        monkeypatch.setattr(ArchiveReader, "search", wait)
+        searching = asyncio.ensure_future(search(world, "hello", EVE))  # noqa: TID251 - it is awaited below
+        try:
+            while not has_begun.is_set():  # noqa: ASYNC110 - another thread sets it
+                await asyncio.sleep(0)
+            assert first in await world.archived()
+            assert await world.use(first)
+        finally:
+            may_end.set()
+            await asyncio.wait([searching])
+
+
+async def test_search_costs_by_its_words_and_the_texts(path: Path) -> None:
+    """Each word or phrase costs a share of all texts of the client."""
+    async with storing(path) as world:
+        assert world.kept.searched_chars("ada", "one word") == 0
+        world.conversation("x" * 5000)
+        costs = [world.kept.searched_chars("ada", query) for query in ("one", "one two", 'one "two three"', "!")]
+        assert costs[0] > 0
+        assert costs[1:] == [pytest.approx(2 * costs[0], abs=1), costs[1], 0]
 
 
 async def test_damaged_index_does_not_stop_the_daemon(path: Path) -> None:

@@ -172,7 +172,9 @@ def _list_sessions(connection: Connection, request: requests.ListSessions) -> No
 
 
 def _search_sessions(connection: Connection, request: requests.SearchSessions) -> None:
-    archive = connection.context.sessions.archive
+    context, archive = connection.context, connection.context.sessions.archive
+    n_chars = archive.searched_chars(connection.client_id, request.query)
+    context.operations.charge(connection.client_id, n_units=0, n_chars=n_chars)
     connection.answer_later(request, partial(archive.search, connection.client, request))
 
 

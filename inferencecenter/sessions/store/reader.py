@@ -1,4 +1,7 @@
-"""Reads archived sessions from the file while the writer thread writes it; used by one other thread."""
+"""Reads archived sessions from the file while the writer thread writes it; used by one other thread, and one to search.
+
+A search may take longer than all other reads, so it has a connection and a thread of its own, and a budget of steps.
+"""
 
 from __future__ import annotations
 
@@ -44,23 +47,85 @@ _DUE: Final = """
     ) <= ?1 LIMIT ?5
 """
 
+MAX_SEARCH_STEPS: Final = 40_000_000
+"""Maximum number of steps of a search in SQLite, at about 35 for each message with a term: a million, in a second."""
+_COUNTED_STEPS: Final = 10_000
+
 _log = structlog.get_logger(__name__)
 
 
+class _ReadingConnection:
+    """A read-only connection, opened on first use."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._database: sqlite3.Connection | None = None
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Read one snapshot of the file.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        try:
+            if self._database is None:
+                self._database = connect_reading(self._path)
+            self._database.execute("BEGIN")
+            try:
+                yield self._database
+            finally:
+                self._database.execute("ROLLBACK")
+        except (sqlite3.Error, OSError) as error:
+            _log.error("archive_unreadable", path=str(self._path), reason=str(error))
+            raise _unreadable(retry_after_ms=RETRY_SOON_MS if is_busy(error) else RETRY_LATER_MS) from error
+
+    def close(self) -> None:
+        """Close the connection; a query that runs on another thread ends."""
+        database, self._database = self._database, None
+        if database is not None:
+            database.interrupt()
+            database.close()
+
+
+class _StepBudget:
+    """Ends a query of SQLite after ``MAX_SEARCH_STEPS`` of its virtual machine."""
+
+    def __init__(self) -> None:
+        self._n_left = MAX_SEARCH_STEPS
+
+    @property
+    def is_spent(self) -> bool:
+        return self._n_left < 0
+
+    @contextlib.contextmanager
+    def limit(self, database: sqlite3.Connection) -> Iterator[None]:
+        """Limit the queries of the context together."""
+        database.set_progress_handler(self._spend, _COUNTED_STEPS)
+        try:
+            yield
+        finally:
+            database.set_progress_handler(None, 0)
+
+    def _spend(self) -> bool:
+        self._n_left -= _COUNTED_STEPS
+        return self.is_spent
+
+
 class ArchiveReader:
-    """A read-only connection to the file; implements ``SessionReader`` but for ``reopen``. All methods block.
+    """Reads the file; implements ``SessionReader`` but for ``reopen``. All methods block.
 
     Raises:
         InferenceCenterError: Each method: ``storage_unavailable`` if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._database: sqlite3.Connection | None = None
+        self._connection = _ReadingConnection(path)
+        self._search_connection = _ReadingConnection(path)
 
     def read(self, client_id: str, session_id: str) -> LoadedSession | None:
         """Return an archived session of a client with its location."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             row = database.execute(
                 "SELECT id FROM sessions WHERE session_id = ? AND client_id = ? AND archived"
                 " AND id NOT IN (SELECT session FROM orders)",
@@ -81,7 +146,7 @@ class ArchiveReader:
         self, client_id: str, *, order: SessionOrder, after: tuple[float, str] | None, limit: int
     ) -> tuple[ArchivedSession, ...]:
         """Return up to ``limit`` archived sessions of a client after a position: a time and a session id."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             values = (client_id, *(after or _FIRST[order]), limit)
             found = database.execute(_PAGES[order], values).fetchall()
         return tuple(map(rows.archived_session, found))
@@ -91,16 +156,26 @@ class ArchiveReader:
     ) -> SearchResult | None:
         """Return up to ``limit`` stored sessions of a client that have all terms, live ones included.
 
-        ``None`` if there is no index.
+        ``None`` if there is no index. Called on a thread of its own.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` if the terms have too many hits.
         """
-        with self._reading() as database:
-            return (
-                None if not has_index(database) else search_file(database, client_id, terms, after=after, limit=limit)
-            )
+        with self._search_connection.reading() as database:
+            if not has_index(database):
+                return None
+            budget = _StepBudget()
+            try:
+                with budget.limit(database):
+                    return search_file(database, client_id, terms, after=after, limit=limit)
+            except sqlite3.OperationalError:
+                if budget.is_spent:
+                    raise _too_many_hits() from None
+                raise
 
     def created_at(self, client_id: str, session_id: str) -> float | None:
         """Return when an archived session of a client was created."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             row = database.execute(
                 "SELECT created_at FROM sessions WHERE session_id = ? AND client_id = ? AND archived",
                 (session_id, client_id),
@@ -109,7 +184,7 @@ class ArchiveReader:
 
     def find_tagged(self, client_id: str, name: str, prefix: str) -> tuple[str, ...]:
         """Return the archived sessions of a client whose entry ``name`` of the metadata begins with ``prefix``."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             found = database.execute(
                 "SELECT session_id FROM sessions WHERE client_id = ?1 AND archived"
                 " AND substr(facts -> 'metadata' ->> ?2, 1, length(?3)) = ?3",
@@ -119,7 +194,7 @@ class ArchiveReader:
 
     def owner(self, session_id: str) -> tuple[str, int] | None:
         """Return the client and the characters of an archived session."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             found: tuple[str, int] | None = database.execute(
                 "SELECT client_id, n_chars FROM sessions WHERE session_id = ? AND archived", (session_id,)
             ).fetchone()
@@ -127,7 +202,7 @@ class ArchiveReader:
 
     def sizes(self) -> dict[str, ArchiveSize]:
         """Return the size of each client's archive."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             found = database.execute(
                 "SELECT client_id, count(*), sum(n_chars) FROM sessions WHERE archived GROUP BY client_id"
             ).fetchall()
@@ -135,7 +210,7 @@ class ArchiveReader:
 
     def least_used(self, client_id: str, limit: int) -> list[tuple[str, int]]:
         """Return the ids and characters of a client's archived sessions used least recently."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             return database.execute(
                 "SELECT session_id, n_chars FROM sessions WHERE client_id = ? AND archived"
                 " ORDER BY last_used_at, session_id LIMIT ?",
@@ -153,18 +228,18 @@ class ArchiveReader:
     ) -> list[tuple[str, str, int]]:
         """Return archived sessions whose idle limit is over: their ids, clients and characters."""
         values = (now, default_ttl_s, orjson.dumps(dict(own_days)).decode(), default_days, limit)
-        with self._reading() as database:
+        with self._connection.reading() as database:
             return database.execute(_DUE, values).fetchall()
 
     def expired_shares(self, now: float, limit: int) -> tuple[tuple[str, str], ...]:
         """Return the ids and the clients of shares that have expired."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             query = "SELECT share_id, client_id FROM shares WHERE expires_at <= ? LIMIT ?"
             return tuple(database.execute(query, (now, limit)).fetchall())
 
     def recent(self, limit: int) -> tuple[tuple[str, str], ...]:
         """Return the ids and the clients of the archived sessions used last."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             found = database.execute(
                 "SELECT session_id, client_id FROM sessions WHERE archived ORDER BY last_used_at DESC LIMIT ?", (limit,)
             )
@@ -172,42 +247,35 @@ class ArchiveReader:
 
     def shares(self, client_id: str) -> tuple[StoredShare, ...]:
         """Return the shares of a client, oldest first."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             query = f"SELECT {rows.SHARE_COLUMNS} FROM shares WHERE client_id = ? ORDER BY created_at, share_id"  # noqa: S608
             return tuple(map(rows.share_of, database.execute(query, (client_id,)).fetchall()))
 
     def share(self, share_id: str) -> StoredShare | None:
-        with self._reading() as database:
+        with self._connection.reading() as database:
             query = f"SELECT {rows.SHARE_COLUMNS} FROM shares WHERE share_id = ?"  # noqa: S608 - columns
             row = database.execute(query, (share_id,)).fetchone()
         return None if row is None else rows.share_of(row)
 
     def shared_messages(self, share_id: str) -> str | None:
         """Return the messages of a share as JSON."""
-        with self._reading() as database:
+        with self._connection.reading() as database:
             row = database.execute("SELECT messages FROM shares WHERE share_id = ?", (share_id,)).fetchone()
         return None if row is None else str(row[0])
 
     def close(self) -> None:
-        """Close the connection."""
-        database, self._database = self._database, None
-        if database is not None:
-            database.close()
+        """Close the connections."""
+        self._connection.close()
+        self._search_connection.close()
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        """Read one snapshot of the file."""
-        try:
-            if self._database is None:
-                self._database = connect_reading(self._path)
-            self._database.execute("BEGIN")
-            try:
-                yield self._database
-            finally:
-                self._database.execute("ROLLBACK")
-        except (sqlite3.Error, OSError) as error:
-            _log.error("archive_unreadable", path=str(self._path), reason=str(error))
-            raise _unreadable(retry_after_ms=RETRY_SOON_MS if is_busy(error) else RETRY_LATER_MS) from error
+
+def _too_many_hits() -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        "the words of the query occur in too many messages",
+        field="query",
+        hint='Leave out the most frequent words, or quote consecutive words ("...").',
+    )
 
 
 def _unreadable(*, retry_after_ms: int = RETRY_LATER_MS) -> InferenceCenterError:

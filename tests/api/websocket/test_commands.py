@@ -9,6 +9,7 @@ import pytest
 from inferencecenter.api.websocket.commands import COMMANDS
 from inferencecenter.protocol.codec import REQUESTS
 from inferencecenter.protocol.values import PlanReason, StatusType
+from inferencecenter.sessions.archive import SessionArchive
 from tests.plans import engine_plan
 from tests.server.harness import Running, ask, receive
 
@@ -119,6 +120,15 @@ async def test_search_without_a_store_is_refused(server: Running) -> None:
         assert (error["code"], error["id"]) == ("unknown_op", "x")
         error = await ask(socket, op="search_sessions", query="")
         assert (error["code"], error["field"]) == ("invalid_request", "query")
+
+
+async def test_search_is_charged_by_texts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of all texts of a large archive uses up the operations of its client for a while."""
+    monkeypatch.setattr(SessionArchive, "searched_chars", lambda _archive, _client_id, _query: 10**10)
+    async with server.v1() as socket:
+        await receive(socket)
+        assert (await ask(socket, op="search_sessions", query="hello"))["code"] == "unknown_op"
+        assert (await ask(socket, op="search_sessions", query="hello"))["code"] == "rate_limited"
 
 
 @pytest.mark.parametrize("kind", get_args(StatusType))
