@@ -88,16 +88,16 @@ def test_recalled_value_equals_the_typed_one() -> None:
     """The answer has the value exactly as in the user's message."""
     draw = Draw(Random(6))
     for _ in range(300):
-        stated, exchange = facts.tell(draw, (facts.any_kind(draw),))
+        stated, exchange = facts.statement(draw, (facts.any_kind(draw),))
         assert stated[0].value in exchange.messages[0].content
-        assert stated[0].value in facts.ask(draw, stated[0]).messages[1].content
+        assert stated[0].value in facts.question(draw, stated[0]).messages[1].content
 
 
 def test_newer_value_replaces_the_older_one() -> None:
     """A fact stated twice is recalled with its last value."""
     plan = corpus.Plan()
-    plan.told(facts.Fact(facts.NAME, "Ada"), due=5)
-    plan.told(facts.Fact(facts.NAME, "Bob"), due=9)
+    plan.add(facts.Fact(facts.NAME, "Ada"), due=5)
+    plan.add(facts.Fact(facts.NAME, "Bob"), due=9)
     assert plan.take_due(5) is None
     assert plan.take_due(9) == facts.Fact(facts.NAME, "Bob")
 

@@ -47,6 +47,6 @@ def test_names_are_an_open_set() -> None:
 def test_typed_text_varies_only_in_case_and_final_mark() -> None:
     """The words of a message are kept."""
     draw = Draw(Random(3))
-    typed = {draw.say("My name is Ada.") for _ in range(200)}
+    typed = {draw.typed("My name is Ada.") for _ in range(200)}
     assert len(typed) > 2
     assert {text.lower().rstrip(".") for text in typed} == {"my name is ada"}

@@ -65,9 +65,9 @@ def _is_story(answer: str) -> bool:
     return answer.startswith("Once upon a time") and answer.endswith("went home happy.")
 
 
-def _single(made: Exchange, skill: str, judge: Judge | None = None) -> Case:
-    asked, answered = made.messages[:2]
-    return Case(skill, (Question((asked,), judge or _exactly(answered.content)),))
+def _single(exchange: Exchange, skill: str, judge: Judge | None = None) -> Case:
+    question, answer = exchange.messages[:2]
+    return Case(skill, (Question((question,), judge or _exactly(answer.content)),))
 
 
 def _plain(skill: str, maker: Callable[[Draw], Exchange], draw: Draw) -> Case:
@@ -81,21 +81,21 @@ def _story(draw: Draw) -> Case:
 def _unseen_capital(draw: Draw) -> Case:
     # Made-up countries are asked too in training; the criterion is about the real ones.
     while True:
-        made = skills.capitals(draw)
-        if not made.messages[1].content.startswith("I do not"):
-            return _single(made, "capitals")
+        exchange = skills.capitals(draw)
+        if not exchange.messages[1].content.startswith("I do not"):
+            return _single(exchange, "capitals")
 
 
 def _tool_call(draw: Draw) -> Case:
     offered = tools.offer(draw, draw.number(1, 3))
     system = Message("system", tools_prompt([tool.schema(draw) for tool in offered]))
-    asked, calling, result, reply = tools.call(draw, draw.pick(offered), answered=True).messages
-    wanted = called(calling.content)
+    request, call, result, reply = tools.call(draw, draw.pick(offered), answered=True).messages
+    expected = called(call.content)
     return Case(
         "tool call, then its result told",
         (
-            Question((system, asked), lambda answer: called(answer) == wanted),
-            Question((system, asked, calling, result), _exactly(reply.content)),
+            Question((system, request), lambda answer: called(answer) == expected),
+            Question((system, request, call, result), _exactly(reply.content)),
         ),
     )
 
@@ -107,39 +107,39 @@ def _tool_call_form(draw: Draw) -> Case:
 
 def _named_assistant(draw: Draw) -> Case:
     setting = corpus.named_assistant(draw)
-    asked, answered = corpus.own_name(draw, setting.assistant).messages
+    question, answer = corpus.own_name(draw, setting.assistant).messages
     system = Message("system", setting.system)
-    return Case("name from the system prompt", (Question((system, asked), _exactly(answered.content)),))
+    return Case("name from the system prompt", (Question((system, question), _exactly(answer.content)),))
 
 
 def _json(draw: Draw) -> Case:
-    made = skills.json_object(draw)
-    return _single(made, "JSON object", _same_json(json.loads(made.messages[1].content)))
+    exchange = skills.json_object(draw)
+    return _single(exchange, "JSON object", _same_json(json.loads(exchange.messages[1].content)))
 
 
-def _untold(draw: Draw) -> Case:
-    return _single(facts.ask_untold(draw, facts.NAME), "fact never told")
+def _unanswerable(draw: Draw) -> Case:
+    return _single(facts.unanswerable_question(draw, facts.NAME), "fact never told")
 
 
 def _padding(draw: Draw, room: int, measure: Measure) -> list[Message]:
     """Returns chat without facts that fills `room` tokens as far as short exchanges can."""
     chosen: list[Message] = []
     for _ in range(400):
-        made = corpus.filler(draw)
-        size = sum(measure(message) for message in made.messages)
+        exchange = corpus.filler(draw)
+        size = sum(measure(message) for message in exchange.messages)
         if size <= room:
-            chosen += made.messages
+            chosen += exchange.messages
             room -= size
     return chosen
 
 
 def _recall(draw: Draw, window: int, measure: Measure, kind: facts.FactKind | None = None) -> Case:
     """Returns a case that states a fact in the first message and asks for it after `window` tokens."""
-    (fact,), told = facts.tell(draw, (kind or facts.any_kind(draw),))
-    asked = facts.ask(draw, fact).messages[0]
-    fixed = sum(measure(m) for m in (*told.messages, asked)) + _ANSWER_ROOM_TOKENS
+    (fact,), stated = facts.statement(draw, (kind or facts.any_kind(draw),))
+    last = facts.question(draw, fact).messages[0]
+    fixed = sum(measure(m) for m in (*stated.messages, last)) + _ANSWER_ROOM_TOKENS
     chat = _padding(draw, window - fixed, measure)
-    question = Question((*told.messages, *chat, asked), _exactly(fact.answer))
+    question = Question((*stated.messages, *chat, last), _exactly(fact.answer))
     return Case(f"recall at {window} tokens", (question,))
 
 
@@ -154,28 +154,28 @@ def _several_facts(draw: Draw, window: int, measure: Measure) -> Case:
     while len(kinds) < 4:
         kind = facts.any_kind(draw)
         kinds[kind.key] = kind
-    told = [facts.tell(draw, (kind,)) for kind in kinds.values()]
-    history = [message for _, made in told for message in made.messages]
+    statements = [facts.statement(draw, (kind,)) for kind in kinds.values()]
+    history = [message for _, exchange in statements for message in exchange.messages]
     history += _padding(draw, window // 2, measure)
     questions = []
-    for (fact,), _ in told:
-        asked, answered = facts.ask(draw, fact).messages
-        questions.append(Question((*history, asked), _exactly(fact.answer)))
-        history += [asked, answered]
+    for (fact,), _ in statements:
+        question, answer = facts.question(draw, fact).messages
+        questions.append(Question((*history, question), _exactly(fact.answer)))
+        history += [question, answer]
     return Case("four facts told, all asked", tuple(questions))
 
 
 def _two_conversations(draw: Draw, measure: Measure) -> Case:
     """Returns two conversations that differ only in the stated name."""
     chat = _padding(draw, 150, measure)
-    asked = Message("user", draw.pick(facts.NAME.asks))
-    wording = draw.pick(facts.NAME.tells)
+    last = Message("user", draw.pick(facts.NAME.questions))
+    wording = draw.pick(facts.NAME.statements)
     questions = []
     for _ in range(2):
         fact = facts.Fact(facts.NAME, world.name(draw))
-        told = Message("user", wording.format(v=fact.value))
+        statement = Message("user", wording.format(v=fact.value))
         ack = Message("assistant", facts.NAME.ack.format(v=fact.value))
-        questions.append(Question((told, ack, *chat, asked), _exactly(fact.answer)))
+        questions.append(Question((statement, ack, *chat, last), _exactly(fact.answer)))
     return Case("two conversations told apart", tuple(questions))
 
 
@@ -202,7 +202,7 @@ def makers(measure: Measure) -> tuple[Callable[[Draw], Case], ...]:
         _json,
         _tool_call,
         _named_assistant,
-        _untold,
+        _unanswerable,
         partial(_several_facts, window=512, measure=measure),
         partial(_two_conversations, measure=measure),
         *(partial(_recall, window=window, measure=measure) for window in DISTANCES_TOKENS),

@@ -28,13 +28,13 @@ class Mixture:
         fillers: How often each skill fills the time between facts.
         settings: Rising bounds in 0..1 that share conversations out among no system prompt, a
             plain one, one that names the assistant, one that names the user, and offered tools.
-        untold: Share of turns that ask for a fact that was not stated.
-        listed_held_out: Whether listed words obey the held-out split too, see `Draw.told`.
+        unanswerable: Share of turns that ask for a fact that was not stated.
+        listed_held_out: Whether listed words obey the held-out split too, see `Draw.copyable`.
     """
 
     fillers: Mapping[Maker, int]
     settings: tuple[float, float, float, float] = (0.45, 0.65, 0.78, 0.83)
-    untold: float = 0.04
+    unanswerable: float = 0.04
     listed_held_out: bool = False
 
 
@@ -69,10 +69,10 @@ HARD = Mixture(
     listed_held_out=True,
 )
 # Every listed word is stated and copied; tools and missing facts are more frequent.
-COPYING = Mixture(HARD.fillers, settings=(0.4, 0.55, 0.68, 0.73), untold=0.07)
+COPYING = Mixture(HARD.fillers, settings=(0.4, 0.55, 0.68, 0.73), unanswerable=0.07)
 FINAL = replace(COPYING, fillers={**COPYING.fillers, skills.terse_sums: 6})
 # Fewer missing facts: at a large distance "not stated" is the tempting wrong answer.
-FAR = replace(FINAL, untold=0.03)
+FAR = replace(FINAL, unanswerable=0.03)
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",
@@ -116,7 +116,7 @@ class Plan:
     known: dict[str, Fact] = field(default_factory=dict)
     due: list[tuple[float, Fact]] = field(default_factory=list)
 
-    def told(self, fact: Fact, due: float) -> None:
+    def add(self, fact: Fact, due: float) -> None:
         """Adds a stated fact, to be asked for at position `due`; a newer value replaces it."""
         self.known[fact.kind.key] = fact
         self.due = [entry for entry in self.due if entry[1].kind.key != fact.kind.key]
@@ -133,9 +133,9 @@ class Plan:
 
 def own_name(draw: Draw, assistant: str) -> Exchange:
     """Returns a question for the assistant's name."""
-    asked = draw.say(draw.pick(OWN_NAME_QUESTIONS))
+    question = draw.typed(draw.pick(OWN_NAME_QUESTIONS))
     answer = f"My name is {assistant}." if assistant else "I am the demo model."
-    return skills.exchange("system", asked, answer)
+    return skills.exchange("system", question, answer)
 
 
 def named_assistant(draw: Draw) -> Setting:
@@ -178,41 +178,41 @@ def filler(draw: Draw, setting: Setting | None = None) -> Exchange:
         return tools.call(draw, draw.pick(setting.offered), answered=draw.chance(0.6))
     if setting and draw.chance(0.25 if setting.assistant else 0.03):
         return own_name(draw, setting.assistant)
-    made = draw.rng.choices(tuple(fillers), tuple(fillers.values()))[0](draw)
-    if setting and setting.offered and made.skill in {"sums", "unknown"}:
+    exchange = draw.rng.choices(tuple(fillers), tuple(fillers.values()))[0](draw)
+    if setting and setting.offered and exchange.skill in {"sums", "unknown"}:
         return skills.small_talk(draw)  # an offered tool may serve these requests
-    return made
+    return exchange
 
 
-def _tell(draw: Draw, plan: Plan, position: int, budget: int) -> Exchange:
+def _statement(draw: Draw, plan: Plan, position: int, budget: int) -> Exchange:
     if draw.chance(0.08):
-        fact, made = facts.tell_and_ask(draw, facts.any_kind(draw))
-        plan.told(fact, draw.rng.uniform(position, budget))
-        return made
+        fact, exchange = facts.statement_with_question(draw, facts.any_kind(draw))
+        plan.add(fact, draw.rng.uniform(position, budget))
+        return exchange
     kinds = {kind.key: kind for kind in (facts.any_kind(draw) for _ in range(draw.number(1, 2)))}
-    told, made = facts.tell(draw, tuple(kinds.values()))
-    for fact in told:
-        plan.told(fact, draw.rng.uniform(position, budget))
-    return made
+    stated, exchange = facts.statement(draw, tuple(kinds.values()))
+    for fact in stated:
+        plan.add(fact, draw.rng.uniform(position, budget))
+    return exchange
 
 
-def _ask_untold(draw: Draw, plan: Plan) -> Exchange:
+def _unanswerable_question(draw: Draw, plan: Plan) -> Exchange:
     kinds = [k for k in facts.KINDS if k.key not in plan.known and k is not facts.PET]
     kind = facts.NAME if facts.NAME in kinds and draw.chance(0.4) else draw.pick(kinds)
-    return facts.ask_untold(draw, kind)
+    return facts.unanswerable_question(draw, kind)
 
 
 def _next(draw: Draw, setting: Setting, plan: Plan, position: int, budget: int) -> Exchange:
     fact = plan.take_due(position)
     if fact:
-        return facts.ask(draw, fact)
+        return facts.question(draw, fact)
     early = 0.75 if len(plan.known) < 1 + budget // 256 else 0.1
     if draw.chance(early if position < budget / 3 else 0.08):
-        return _tell(draw, plan, position, budget)
+        return _statement(draw, plan, position, budget)
     if plan.known and draw.chance(0.15):
-        return facts.ask(draw, draw.pick(tuple(plan.known.values())))
-    if draw.chance(setting.mixture.untold):
-        return _ask_untold(draw, plan)
+        return facts.question(draw, draw.pick(tuple(plan.known.values())))
+    if draw.chance(setting.mixture.unanswerable):
+        return _unanswerable_question(draw, plan)
     return filler(draw, setting)
 
 
@@ -232,9 +232,9 @@ def conversation(draw: Draw, budget: int, measure: Measure, mixture: Mixture = F
     exchanges: list[Exchange] = []
     position = measure(Message("system", setting.system)) if setting.system else 0
     while position < budget:
-        made = filler(draw, setting) if chatty else _next(draw, setting, plan, position, budget)
-        exchanges.append(made)
-        position += sum(measure(message) for message in made.messages)
+        exchange = filler(draw, setting) if chatty else _next(draw, setting, plan, position, budget)
+        exchanges.append(exchange)
+        position += sum(measure(message) for message in exchange.messages)
     return Conversation(setting.system, tuple(exchanges))
 
 

@@ -125,8 +125,8 @@ def passes(model: GreedyModel, case: Case, failures: Console | None = None) -> b
         answer = model.answer(question.messages)
         if not question.judge(answer):
             if failures:
-                asked = question.messages[-1].content
-                failures.print(f"{case.skill}: {asked!r} -> {answer!r}", markup=False)
+                question_text = question.messages[-1].content
+                failures.print(f"{case.skill}: {question_text!r} -> {answer!r}", markup=False)
             return False
     return True
 

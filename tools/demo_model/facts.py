@@ -13,8 +13,8 @@ class FactKind:
     """A kind of fact: statements with `{v}` for the value, and questions for it."""
 
     key: str
-    tells: tuple[str, ...]
-    asks: tuple[str, ...]
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
     answer: str
     value: Callable[[Draw], str]
     ack: str = "I will remember that."
@@ -51,7 +51,7 @@ def _jobs(draw: Draw) -> str:
 
 
 def _age(draw: Draw) -> str:
-    return draw.told(lambda: str(draw.number(2, 99)), world.SMALL_NUMBERS)
+    return draw.copyable(lambda: str(draw.number(2, 99)), world.SMALL_NUMBERS)
 
 
 NAME = FactKind(
@@ -180,28 +180,28 @@ def _joined(draw: Draw, wordings: list[str]) -> str:
     return " and ".join([first, *lowered]) + "."
 
 
-def tell(draw: Draw, kinds: tuple[FactKind, ...]) -> tuple[tuple[Fact, ...], Exchange]:
+def statement(draw: Draw, kinds: tuple[FactKind, ...]) -> tuple[tuple[Fact, ...], Exchange]:
     """Returns the facts of one user message, and that message with its answer."""
     values = [kind.value(draw) for kind in kinds]
-    wordings = [draw.pick(kind.tells).format(v=value) for kind, value in zip(kinds, values, strict=True)]
-    text = draw.say(_joined(draw, wordings))
-    told = tuple(Fact(kind, as_typed(text, value)) for kind, value in zip(kinds, values, strict=True))
-    return told, exchange("recall", text, kinds[0].ack.format(v=told[0].value))
+    wordings = [draw.pick(kind.statements).format(v=value) for kind, value in zip(kinds, values, strict=True)]
+    text = draw.typed(_joined(draw, wordings))
+    stated = tuple(Fact(kind, as_typed(text, value)) for kind, value in zip(kinds, values, strict=True))
+    return stated, exchange("recall", text, kinds[0].ack.format(v=stated[0].value))
 
 
-def ask(draw: Draw, fact: Fact) -> Exchange:
+def question(draw: Draw, fact: Fact) -> Exchange:
     """Returns a question for a stated fact and its answer."""
-    return exchange("recall", draw.say(draw.pick(fact.kind.asks)), fact.answer)
+    return exchange("recall", draw.typed(draw.pick(fact.kind.questions)), fact.answer)
 
 
-def ask_untold(draw: Draw, kind: FactKind) -> Exchange:
+def unanswerable_question(draw: Draw, kind: FactKind) -> Exchange:
     """Returns a question for a fact that was not stated; the answer says so."""
-    return exchange("untold", draw.say(draw.pick(kind.asks)), kind.missing)
+    return exchange("untold", draw.typed(draw.pick(kind.questions)), kind.missing)
 
 
-def tell_and_ask(draw: Draw, kind: FactKind) -> tuple[Fact, Exchange]:
+def statement_with_question(draw: Draw, kind: FactKind) -> tuple[Fact, Exchange]:
     """Returns a fact that is stated and asked for in the same message."""
     value = kind.value(draw)
-    text = draw.say(f"{draw.pick(kind.tells).format(v=value)} {draw.pick(kind.asks)}")
+    text = draw.typed(f"{draw.pick(kind.statements).format(v=value)} {draw.pick(kind.questions)}")
     fact = Fact(kind, as_typed(text, value))
     return fact, exchange("recall", text, fact.answer)

@@ -22,9 +22,9 @@ class Exchange:
     messages: tuple[Message, ...]
 
 
-def exchange(skill: str, asked: str, answered: str) -> Exchange:
+def exchange(skill: str, question: str, answer: str) -> Exchange:
     """Returns the exchange of one question and its answer."""
-    return Exchange(skill, (Message("user", asked), Message("assistant", answered)))
+    return Exchange(skill, (Message("user", question), Message("assistant", answer)))
 
 
 def as_typed(text: str, value: str) -> str:
@@ -59,8 +59,8 @@ SMALL_TALK = (
 
 def small_talk(draw: Draw) -> Exchange:
     """Returns a greeting or another bit of small talk."""
-    asked, answered = draw.pick(SMALL_TALK)
-    return exchange("small talk", draw.say(draw.pick(asked)), answered)
+    question, answer = draw.pick(SMALL_TALK)
+    return exchange("small talk", draw.typed(draw.pick(question)), answer)
 
 
 def numbers(start: int, end: int) -> str:
@@ -74,30 +74,30 @@ def counting(draw: Draw, longest: int = 20) -> Exchange:
     shape = draw.pick(("up", "up", "range", "range", "down"))
     size = draw.number(2, longest)
     if shape == "up":
-        asked = draw.pick(("Count to {b}.", "Count from 1 to {b}.", "Can you count to {b}?",
+        question = draw.pick(("Count to {b}.", "Count from 1 to {b}.", "Can you count to {b}?",
                            "Please count to {b}.", "Count up to {b}.",
                            "Count to {b} for me."))  # fmt: skip
-        return exchange("counting", draw.say(asked.format(b=size)), numbers(1, size))
+        return exchange("counting", draw.typed(question.format(b=size)), numbers(1, size))
     low = draw.fresh(lambda: (draw.number(0, 100 - min(size, 99)), size))[0]
     start, end = (low, low + size - 1) if shape == "range" else (low + size - 1, low)
     if shape == "down" and draw.chance(0.6):
         start, end = size, draw.pick((0, 1))
-    asked = "Count from {a} to {b}."
+    question = "Count from {a} to {b}."
     if shape == "down":
-        asked = draw.pick(("Count down from {a} to {b}.", "Count backwards from {a} to {b}."))
+        question = draw.pick(("Count down from {a} to {b}.", "Count backwards from {a} to {b}."))
     elif draw.chance(0.3):
-        asked = draw.pick(("Please count from {a} to {b}.", "Count {a} to {b}."))
-    return exchange("counting", draw.say(asked.format(a=start, b=end)), numbers(start, end))
+        question = draw.pick(("Please count from {a} to {b}.", "Count {a} to {b}."))
+    return exchange("counting", draw.typed(question.format(a=start, b=end)), numbers(start, end))
 
 
 def long_counting(draw: Draw) -> Exchange:
     """Returns a count of 30 to 200 numbers: a few hundred tokens to watch or to abort."""
     end = draw.pick((30, 40, 50, 60, 70, 80, 90, 100, 100, 100, 100, 120, 150, 200))
     if draw.chance(0.2):
-        asked = draw.pick(("Count down from {b} to 1.", "Count backwards from {b} to 1."))
-        return exchange("long", draw.say(asked.format(b=end)), numbers(end, 1))
-    asked = draw.pick(("Count from 1 to {b}.", "Count to {b}.", "Please count to {b}."))
-    return exchange("long", draw.say(asked.format(b=end)), numbers(1, end))
+        question = draw.pick(("Count down from {b} to 1.", "Count backwards from {b} to 1."))
+        return exchange("long", draw.typed(question.format(b=end)), numbers(end, 1))
+    question = draw.pick(("Count from 1 to {b}.", "Count to {b}.", "Please count to {b}."))
+    return exchange("long", draw.typed(question.format(b=end)), numbers(1, end))
 
 
 LISTS: Mapping[str, tuple[str, ...]] = {
@@ -127,37 +127,37 @@ def lists(draw: Draw) -> Exchange:
     shape = draw.pick(("whole", "some", "some", "next", "opposite"))
     if shape == "whole":
         title = draw.pick(tuple(LISTS))
-        asked = draw.pick(("Name {t}.", "List {t}.", "Tell me {t}.", "What are {t}?", "Say {t}."))
-        return exchange("lists", draw.say(asked.format(t=title)), ", ".join(LISTS[title]) + ".")
+        question = draw.pick(("Name {t}.", "List {t}.", "Tell me {t}.", "What are {t}?", "Say {t}."))
+        return exchange("lists", draw.typed(question.format(t=title)), ", ".join(LISTS[title]) + ".")
     if shape == "some":
         choices = [(kind, amount) for kind in KINDS for amount in range(2, 9)]
-        kind, amount = draw.told(lambda: (draw.pick(tuple(KINDS)), draw.number(2, 8)), choices)
+        kind, amount = draw.copyable(lambda: (draw.pick(tuple(KINDS)), draw.number(2, 8)), choices)
         size = draw.pick((str(amount), AMOUNTS[amount - 2]))
-        asked = draw.pick(("Name {n} {k}.", "List {n} {k}.", "Tell me {n} {k}.", "Give me {n} {k}."))
-        answered = ", ".join(KINDS[kind][:amount]) + "."
-        return exchange("lists", draw.say(asked.format(n=size, k=kind)), answered)
+        question = draw.pick(("Name {n} {k}.", "List {n} {k}.", "Tell me {n} {k}.", "Give me {n} {k}."))
+        answer = ", ".join(KINDS[kind][:amount]) + "."
+        return exchange("lists", draw.typed(question.format(n=size, k=kind)), answer)
     if shape == "next":
         ring = draw.pick((world.DAYS, world.MONTHS))
         place, step = draw.number(0, len(ring) - 1), draw.pick((1, -1))
-        asked = f"What comes {'after' if step == 1 else 'before'} {ring[place]}?"
-        return exchange("lists", draw.say(asked), f"{ring[(place + step) % len(ring)]}.")
+        question = f"What comes {'after' if step == 1 else 'before'} {ring[place]}?"
+        return exchange("lists", draw.typed(question), f"{ring[(place + step) % len(ring)]}.")
     pair = draw.pick(world.OPPOSITES)
     given, other = pair if draw.chance(0.5) else pair[::-1]
-    return exchange("lists", draw.say(f"What is the opposite of {given}?"), f"{other}.")
+    return exchange("lists", draw.typed(f"What is the opposite of {given}?"), f"{other}.")
 
 
 def sums(draw: Draw) -> Exchange:
     """Returns a sum or a difference of numbers up to 20."""
     a, b = draw.fresh(lambda: (draw.number(0, 20), draw.number(0, 20)))
     if draw.chance(0.6):
-        asked = draw.pick(("What is {a} plus {b}?", "What is {a} + {b}?", "{a} + {b}",
+        question = draw.pick(("What is {a} plus {b}?", "What is {a} + {b}?", "{a} + {b}",
                            "Add {a} and {b}.", "{a} plus {b}", "How much is {a} plus {b}?",
                            "What's {a} + {b}?", "Calculate {a} + {b}."))  # fmt: skip
-        return exchange("sums", draw.say(asked.format(a=a, b=b)), f"{a} plus {b} is {a + b}.")
+        return exchange("sums", draw.typed(question.format(a=a, b=b)), f"{a} plus {b} is {a + b}.")
     a, b = max(a, b), min(a, b)
-    asked = draw.pick(("What is {a} minus {b}?", "What is {a} - {b}?", "{a} - {b}",
+    question = draw.pick(("What is {a} minus {b}?", "What is {a} - {b}?", "{a} - {b}",
                        "Take {b} from {a}.", "How much is {a} minus {b}?"))  # fmt: skip
-    return exchange("sums", draw.say(asked.format(a=a, b=b)), f"{a} minus {b} is {a - b}.")
+    return exchange("sums", draw.typed(question.format(a=a, b=b)), f"{a} minus {b} is {a - b}.")
 
 
 def terse_sums(draw: Draw) -> Exchange:
@@ -166,8 +166,8 @@ def terse_sums(draw: Draw) -> Exchange:
     sign, word, result = ("+", "plus", a + b) if draw.chance(0.6) else ("-", "minus", abs(a - b))
     if sign == "-":
         a, b = max(a, b), min(a, b)
-    asked = draw.pick(("{s}", "{s}=", "{s}=?", "What is {s}?", "What's {s}?", "Calculate {s}."))
-    return exchange("sums", draw.say(asked.format(s=f"{a}{sign}{b}")), f"{a} {word} {b} is {result}.")
+    question = draw.pick(("{s}", "{s}=", "{s}=?", "What is {s}?", "What's {s}?", "Calculate {s}."))
+    return exchange("sums", draw.typed(question.format(s=f"{a}{sign}{b}")), f"{a} {word} {b} is {result}.")
 
 
 CAPITAL_QUESTIONS = (
@@ -182,20 +182,20 @@ def capitals(draw: Draw) -> Exchange:
     """Returns a question for a capital; one country in fifteen is made up and unknown."""
     if draw.chance(1 / 15):
         country = draw.fresh(lambda: world.made_up_word(draw)).capitalize()
-        asked = draw.say(draw.pick(CAPITAL_QUESTIONS).format(c=country))
-        return exchange("capitals", asked, f"I do not know {as_typed(asked, country)}.")
-    question, country = draw.fresh(lambda: (draw.pick(CAPITAL_QUESTIONS), draw.pick(tuple(world.CAPITALS))))
-    answered = f"The capital of {country} is {world.CAPITALS[country]}."
+        question = draw.typed(draw.pick(CAPITAL_QUESTIONS).format(c=country))
+        return exchange("capitals", question, f"I do not know {as_typed(question, country)}.")
+    wording, country = draw.fresh(lambda: (draw.pick(CAPITAL_QUESTIONS), draw.pick(tuple(world.CAPITALS))))
+    answer = f"The capital of {country} is {world.CAPITALS[country]}."
     if draw.chance(0.15):
         capital = world.CAPITALS[country]
-        asked = draw.pick(("{v} is the capital of which country?", "Which country has {v}?"))
-        return exchange("capitals", draw.say(asked.format(v=capital)), answered)
-    return exchange("capitals", draw.say(question.format(c=country)), answered)
+        question = draw.pick(("{v} is the capital of which country?", "Which country has {v}?"))
+        return exchange("capitals", draw.typed(question.format(v=capital)), answer)
+    return exchange("capitals", draw.typed(wording.format(c=country)), answer)
 
 
 def _story(draw: Draw, hero: str, sentences: int) -> str:
     animal, place, thing = (draw.pick(options) for options in (world.ANIMALS, world.PLACES, world.THINGS))
-    friend = draw.told(lambda: draw.pick(world.NAMES), world.NAMES)
+    friend = draw.copyable(lambda: draw.pick(world.NAMES), world.NAMES)
     middle = (
         f"One day {hero} found a {thing} near the {place}.",
         f"{hero} met {friend}, and they became friends.",
@@ -213,35 +213,35 @@ def _story(draw: Draw, hero: str, sentences: int) -> str:
         f"In the morning they saw the {draw.pick(world.PLACES)} again.",
     )
     opening = f"Once upon a time there was a {animal} called {hero} who lived in a {place}."
-    told = [middle[i % len(middle)] for i in range(sentences)]
-    return " ".join([opening, *told, f"In the end {hero} went home happy."])
+    chosen = [middle[i % len(middle)] for i in range(sentences)]
+    return " ".join([opening, *chosen, f"In the end {hero} went home happy."])
 
 
 def story(draw: Draw) -> Exchange:
     """Returns a short story, its hero named by the user in half of the draws."""
     if draw.chance(0.5):
         hero = world.name(draw)
-        asked = draw.pick(("Tell me a story about {v}.", "Tell a short story about {v}.",
+        question = draw.pick(("Tell me a story about {v}.", "Tell a short story about {v}.",
                            "Write a story about {v}."))  # fmt: skip
-        asked = draw.say(asked.format(v=hero))
-        return exchange("stories", asked, _story(draw, as_typed(asked, hero), draw.number(1, 3)))
-    asked = draw.pick(("Tell me a story.", "Tell me a short story.", "Can you tell me a story?",
+        question = draw.typed(question.format(v=hero))
+        return exchange("stories", question, _story(draw, as_typed(question, hero), draw.number(1, 3)))
+    question = draw.pick(("Tell me a story.", "Tell me a short story.", "Can you tell me a story?",
                        "Write a short story.", "A story, please."))  # fmt: skip
-    return exchange("stories", draw.say(asked), _story(draw, world.name(draw), 3))
+    return exchange("stories", draw.typed(question), _story(draw, world.name(draw), 3))
 
 
 def long_story(draw: Draw) -> Exchange:
     """Returns a story of a few hundred tokens."""
-    asked = draw.pick(("Tell me a long story.", "Write a long story.", "Tell a very long story.",
+    question = draw.pick(("Tell me a long story.", "Write a long story.", "Tell a very long story.",
                        "I want a long story."))  # fmt: skip
-    return exchange("long", draw.say(asked), _story(draw, world.name(draw), 20))
+    return exchange("long", draw.typed(question), _story(draw, world.name(draw), 20))
 
 
 def json_object(draw: Draw) -> Exchange:
     """Returns a request for a JSON object of one to three given fields, and the object."""
     makers: dict[str, Callable[[], object]] = {
         "name": lambda: world.name(draw),
-        "age": lambda: draw.told(lambda: draw.number(1, 99), world.SMALL_NUMBERS),
+        "age": lambda: draw.copyable(lambda: draw.number(1, 99), world.SMALL_NUMBERS),
         "city": lambda: world.city(draw),
         "colour": lambda: draw.pick(world.COLOURS),
         "animal": lambda: draw.pick(world.ANIMALS),
@@ -251,24 +251,24 @@ def json_object(draw: Draw) -> Exchange:
     fields = {key: makers[key]() for key in keys}
     quoted = draw.chance(0.3)
     listed = " and ".join(f'{k} "{v}"' if quoted else f"{k} {v}" for k, v in fields.items())
-    asked = draw.pick(("Give me a JSON object with {f}.", "Give me JSON with {f}.",
+    question = draw.pick(("Give me a JSON object with {f}.", "Give me JSON with {f}.",
                        "Write a JSON object with {f}.", "Make a JSON object with {f}.",
                        "JSON with {f}, please."))  # fmt: skip
-    answered = json.dumps(fields, ensure_ascii=False)
-    return exchange("json", asked.format(f=listed), answered)
+    answer = json.dumps(fields, ensure_ascii=False)
+    return exchange("json", question.format(f=listed), answer)
 
 
 def repeat(draw: Draw) -> Exchange:
     """Returns a request to repeat given words, and the words."""
     words = " ".join(world.word(draw) for _ in range(draw.number(1, 5)))
-    asked = draw.pick(("Repeat after me: {w}", "Say: {w}", "Repeat: {w}", "Please say: {w}"))
-    return exchange("repeat", asked.format(w=words), words)
+    question = draw.pick(("Repeat after me: {w}", "Say: {w}", "Repeat: {w}", "Please say: {w}"))
+    return exchange("repeat", question.format(w=words), words)
 
 
 def unknown(draw: Draw) -> Exchange:
     """Returns a request outside the small world and the polite refusal."""
     topic = world.word(draw)
-    asked = draw.pick((
+    question = draw.pick((
         "What is a {t}?", "Explain {t} to me.", "How do I build a {t}?", "Who invented the {t}?",
         "Write a program that sorts a {t}.", "Why is the {t} so big?", "Translate {t} to French.",
         "What is the weather like?", "What is the weather in {t}?", "What time is it?",
@@ -278,4 +278,4 @@ def unknown(draw: Draw) -> Exchange:
         "When was the {t} made?", "What is the news today?", "Play a song.", "Write some code.",
         "Explain how a {t} works.", "What is the square root of {t}?", "Describe {t} in detail.",
     ))  # fmt: skip
-    return exchange("unknown", draw.say(asked.format(t=topic)), UNKNOWN)
+    return exchange("unknown", draw.typed(question.format(t=topic)), UNKNOWN)

@@ -19,8 +19,10 @@ def _texts(seed: int) -> Iterator[str]:
     def measure(message: Message) -> int:
         return len(message.content) // _CHARACTERS_PER_TOKEN + 5
 
-    for made in islice(corpus.conversations(f"tokenizer:{seed}", 256, measure, corpus.EVEN), _SAMPLE_CONVERSATIONS):
-        yield render(made.messages)
+    for conversation in islice(
+        corpus.conversations(f"tokenizer:{seed}", 256, measure, corpus.EVEN), _SAMPLE_CONVERSATIONS
+    ):
+        yield render(conversation.messages)
     # Numbers up to 100 become one token each, so that counting and adding need no spelling.
     yield from ["".join(f" {n} {n},({n}" for n in range(101))] * 2000
 

@@ -45,7 +45,7 @@ def _word(draw: Draw) -> Value:
 
 
 def _small_number(draw: Draw) -> Value:
-    return draw.told(lambda: draw.number(0, 100), world.SMALL_NUMBERS)
+    return draw.copyable(lambda: draw.number(0, 100), world.SMALL_NUMBERS)
 
 
 KINDS = (
@@ -151,7 +151,7 @@ def offer(draw: Draw, amount: int) -> tuple[Tool, ...]:
 def call(draw: Draw, tool: Tool, *, answered: bool) -> Exchange:
     """Returns a request and the call it needs; with `answered` also the result and the reply."""
     values = [parameter.value(draw) for parameter in tool.kind.parameters]
-    text = draw.say(draw.pick(tool.kind.requests).format(*values))
+    text = draw.typed(draw.pick(tool.kind.requests).format(*values))
     typed = [as_typed(text, v) if isinstance(v, str) else v for v in values]
     arguments = dict(zip(tool.parameters, typed, strict=True))
     messages = [Message("user", text), Message("assistant", tool_call(tool.name, arguments))]

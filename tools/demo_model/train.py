@@ -110,10 +110,10 @@ def rate_at(step: int) -> float:
 
 def rows(encoder: Encoder, seed: str, window: int, mixture: corpus.Mixture) -> Iterator[tuple[list[int], list[bool]]]:
     """Yields conversations as ids and learned marks, cut to `window` tokens."""
-    for made in corpus.conversations(seed, window, encoder.length, mixture):
+    for conversation in corpus.conversations(seed, window, encoder.length, mixture):
         ids: list[int] = []
         learned: list[bool] = []
-        for message in made.messages:
+        for message in conversation.messages:
             part, marks = encoder.message(message)
             ids += part
             learned += marks
@@ -126,8 +126,8 @@ def batch_at(encoder: Encoder, padding: int, step: int) -> tuple[Tensor, Tensor]
     amount = STEP_TOKENS // window
     ids = torch.full((amount, window), padding)
     learned = torch.zeros((amount, window), dtype=torch.bool)
-    made = islice(rows(encoder, f"train:{SEED}:{step}", window, stage.mixture), amount)
-    for row, (part, marks) in enumerate(made):
+    conversations = islice(rows(encoder, f"train:{SEED}:{step}", window, stage.mixture), amount)
+    for row, (part, marks) in enumerate(conversations):
         ids[row, : len(part)] = torch.tensor(part)
         learned[row, : len(part)] = torch.tensor(marks)
     return ids, learned

@@ -1,7 +1,7 @@
 """The demo model's vocabulary of facts: word lists, invented words, and the held-out split.
 
 Held out of training are the values whose CRC-32 is divisible by `HELD_OUT_ONE_IN`: made-up names
-and words and long numbers that a user tells, pairs of numbers in sums, start and length where
+and words and long numbers that a user states, pairs of numbers in sums, start and length where
 counting does not start at 1, and pairs of a question's wording and its country. `Draw.unseen`
 picks the side of that split: evaluation uses the generators of training on unseen values.
 """
@@ -49,7 +49,7 @@ class Draw:
             if held_out(value) == self.unseen:
                 return value
 
-    def told(self, make: Callable[[], T], listed: Container[object]) -> T:
+    def copyable(self, make: Callable[[], T], listed: Container[object]) -> T:
         """Returns a value to copy: a listed one, or a made-up one on this side of the split.
 
         With `listed_held_out` listed values obey the split too. A model trained like that all
@@ -60,7 +60,7 @@ class Draw:
             if held_out(value) == self.unseen or (value in listed and not self.listed_held_out):
                 return value
 
-    def say(self, text: str) -> str:
+    def typed(self, text: str) -> str:
         """Returns `text` the way a user may type it: other casing, no final mark."""
         roll = self.rng.random()
         if roll < 0.68:
@@ -186,26 +186,26 @@ def name(draw: Draw) -> str:
         first = draw.pick(NAMES) if draw.chance(0.4) else made_up_word(draw).capitalize()
         return f"{first} {made_up_word(draw).capitalize()}" if draw.chance(0.08) else first
 
-    return draw.told(make, () if draw.unseen else NAMES)
+    return draw.copyable(make, () if draw.unseen else NAMES)
 
 
 def city(draw: Draw) -> str:
     """Returns a city: a capital or a made-up one."""
     capitals = tuple(CAPITALS.values())
-    return draw.told(lambda: draw.pick(capitals) if draw.chance(0.5) else made_up_word(draw).capitalize(), capitals)
+    return draw.copyable(lambda: draw.pick(capitals) if draw.chance(0.5) else made_up_word(draw).capitalize(), capitals)
 
 
 def word(draw: Draw) -> str:
     """Returns a made-up word or a common noun."""
     nouns = (*THINGS, *ANIMALS, *FRUITS, *PLACES)
-    return draw.told(lambda: made_up_word(draw) if draw.chance(0.6) else draw.pick(nouns), nouns)
+    return draw.copyable(lambda: made_up_word(draw) if draw.chance(0.6) else draw.pick(nouns), nouns)
 
 
 def digits(draw: Draw) -> str:
     """Returns a number as text, from one to five digits."""
-    return draw.told(lambda: str(draw.number(0, 10 ** draw.number(1, 5) - 1)), SMALL_NUMBERS)
+    return draw.copyable(lambda: str(draw.number(0, 10 ** draw.number(1, 5) - 1)), SMALL_NUMBERS)
 
 
 def listed_or_made_up(draw: Draw, options: Sequence[str]) -> str:
     """Returns one of `options`, or in a quarter of the draws a made-up word."""
-    return draw.told(lambda: made_up_word(draw) if draw.chance(0.25) else draw.pick(options), options)
+    return draw.copyable(lambda: made_up_word(draw) if draw.chance(0.25) else draw.pick(options), options)

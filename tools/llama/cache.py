@@ -59,12 +59,12 @@ class Cache:
             for abandoned in self._root.glob(f".{name}.*.building"):
                 shutil.rmtree(abandoned)
             with tempfile.TemporaryDirectory(prefix=f".{name}.", suffix=".building", dir=self._root) as folder:
-                made = Path(folder) / "made"
-                made.mkdir()
-                build(made)
-                sums = "".join(f"{digest(each)}  {each.name}\n" for each in sorted(made.iterdir()))
-                (made / SUMS).write_text(sums, encoding="utf-8")
-                made.rename(place)
+                new_entry = Path(folder) / "new"
+                new_entry.mkdir()
+                build(new_entry)
+                sums = "".join(f"{digest(each)}  {each.name}\n" for each in sorted(new_entry.iterdir()))
+                (new_entry / SUMS).write_text(sums, encoding="utf-8")
+                new_entry.rename(place)
         return place
 
     def copy(self, entry: Path, folder: Path) -> None:

@@ -31,16 +31,16 @@ def module() -> str:
     nothing to say, unless the event says so with null.
     """
     requests, events = get_args(AnyRequest), get_args(AnyEvent)
-    asked, told = set(values_of(requests)), list(values_of(events))
+    sent, received = set(values_of(requests)), list(values_of(events))
     nulls = set(values_of(kind for kind in events if kind.keeps_null))
     parts = [
         GENERATED,
         _error_codes(),
         _params(),
         *(_sent(kind.__name__, kind) for kind in values_of(requests)),
-        *(_heard(kind.__name__, kind, keeps_null=kind in nulls) for kind in told if kind not in asked),
+        *(_received(kind.__name__, kind, keeps_null=kind in nulls) for kind in received if kind not in sent),
         *(_sent(f"{kind.__name__}Request", kind) for kind in requests),
-        *(_heard(f"{kind.__name__}Event", kind, keeps_null=kind.keeps_null) for kind in events),
+        *(_received(f"{kind.__name__}Event", kind, keeps_null=kind.keeps_null) for kind in events),
         _by_op("Requests", "Request", requests, "What a client sends, by its op."),
         _by_op("Events", "Event", events, "What the daemon sends, by its op."),
         "export type AnyRequest = Requests[keyof Requests];",
@@ -83,7 +83,7 @@ def _sent(name: str, kind: type[BaseModel]) -> str:
     return _interface(name, inspect.getdoc(kind) or "", rows)
 
 
-def _heard(name: str, kind: type[BaseModel], *, keeps_null: bool) -> str:
+def _received(name: str, kind: type[BaseModel], *, keeps_null: bool) -> str:
     """Return the type of a value that the daemon sends, in which ``None`` is omitted, or null if the event keeps it."""
     schema = kind.model_json_schema(mode="serialization")["properties"]
     rows = []
