@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.model_router import ModelRouter
     from inferencecenter.sessions.observability import ActiveTurnCount, TextQuota, Tracer, TurnMetrics
+    from inferencecenter.sessions.output_parsing.output_spec import SchemaCache
 
 
 PRIORITY_RANK: Final[Mapping[str, int]] = MappingProxyType({"interactive": 0, "normal": 1, "batch": 2})
@@ -226,6 +227,7 @@ class SessionServices:
     settings: SessionSettings
     stateless_ttl_s: float
     max_transcript_chars: int
+    schemas: SchemaCache
 
     def history_limits(self, *, note_chars: int = 0) -> HistoryLimits:
         """Return the limits of a session's history; notes of ``note_chars`` characters are subtracted."""

@@ -43,6 +43,7 @@ from inferencecenter.sessions.journal import EpochChanged, NullJournal, ResumeLi
 from inferencecenter.sessions.mcp_calls import pending_calls
 from inferencecenter.sessions.model_router import ModelRouter
 from inferencecenter.sessions.observability import ActiveTurnCount, NullTracer, TextQuota, TurnMetrics
+from inferencecenter.sessions.output_parsing.output_spec import SchemaCache
 from inferencecenter.sessions.prefix_match import begins_like, find_longest_prefix
 from inferencecenter.sessions.presets import PresetLibrary
 from inferencecenter.sessions.prompt_lookup import render_query
@@ -171,6 +172,7 @@ class SessionManager:
             settings=settings,
             stateless_ttl_s=stateless_ttl_s,
             max_transcript_chars=max_transcript_chars,
+            schemas=SchemaCache(),
         )
         self._accounts: frozenset[str] = frozenset()
         self.archive = SessionArchive(

@@ -97,7 +97,7 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
     below = services.models.params(config, serving.name)
     overlay = bound_max_tokens(own, limits, session=below, chosen=config.chosen)
     params = merge(below, overlay)
-    schemas = enforceable_schemas(request)
+    schemas = enforceable_schemas(request, services.schemas)
     warnings = (*schemas.warnings, *config.warnings(params, chosen=config.chosen | overlay.model_fields_set))
     if params.seed is None:
         params = params.model_copy(update={"seed": services.new_seed()})
@@ -153,7 +153,7 @@ def spec_for_model(
     own = {name: getattr(spec.params, name) for name in Params.model_fields}
     own = {name: value for name, value in own.items() if name in own_fields or value != getattr(before, name)}
     params = now.model_copy(update=own)
-    schemas = spec.schemas or enforceable_schemas(spec.request)
+    schemas = spec.schemas or enforceable_schemas(spec.request, services.schemas)
     warnings = (*schemas.warnings, *config.warnings(params, chosen=config.chosen | own_fields))
     return replace(spec, params=params, warnings=warnings, schemas=schemas)
 

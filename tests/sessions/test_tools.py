@@ -75,6 +75,10 @@ def test_schemas_are_searched_once_a_turn(world: SessionHarness, monkeypatch: py
     assert isinstance(end, events.End)
     assert end.warnings == ("json_schema is enforced without propertyNames: this is left to the model",)
     assert searched == [WEATHER["parameters"], form]
+    ask(world, world.create(), json_schema=form, strict_schema=False)
+    assert searched == [WEATHER["parameters"], form], "a later turn has the same schemas"
+    ask(world, world.create(), json_schema={**form, "title": "another"}, strict_schema=False)
+    assert len(searched) == 3
 
 
 def results(message: ChatMessage) -> list[dict[str, str]]:

@@ -10,8 +10,11 @@ call that a grammar accepts is parsed (``parser``) as a call of an offered tool.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
+
+import orjson
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
@@ -40,6 +43,11 @@ if TYPE_CHECKING:
 
 MAX_CALLS_CHARS: Final = 1_048_576
 """Largest grammar for the tools of a turn, in characters."""
+
+MAX_SCHEMA_VALUES: Final = 40_000
+"""Maximum number of values in the schemas of a turn, which are searched on the event loop: for 1.5 µs each."""
+MAX_CACHED_BYTES: Final = 1_048_576
+"""Maximum size of the cached schemas as JSON, which take about ten times as much in memory."""
 
 _SHOWN_KEYWORDS: Final = 8
 _ANYTHING: Final = r"/(.|\n)*/"
@@ -102,17 +110,43 @@ class EnforceableSchemas:
     warnings: tuple[str, ...]
 
 
-def enforceable_schemas(request: Infer) -> EnforceableSchemas:
+class SchemaCache:
+    """What a grammar can enforce of the schemas used last, since agents send the same tools with each request."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[bytes, bool], tuple[Any, list[Unenforced]]] = OrderedDict()
+        self._n_bytes = 0
+
+    def enforceable(self, schema: Any, *, strict: bool) -> tuple[Any, list[Unenforced]]:
+        """Return what ``enforceable`` returns; it must not be changed."""
+        try:
+            key = (orjson.dumps(schema), strict)
+        except TypeError:  # an integer of more than 64 bits
+            return enforceable(schema, strict=strict)
+        if key in self._found:
+            self._found.move_to_end(key)
+            return self._found[key]
+        found = self._found[key] = enforceable(schema, strict=strict)
+        self._n_bytes += len(key[0])
+        while self._n_bytes > MAX_CACHED_BYTES:
+            (oldest, _), _ = self._found.popitem(last=False)
+            self._n_bytes -= len(oldest)
+        return found
+
+
+def enforceable_schemas(request: Infer, cache: SchemaCache | None = None) -> EnforceableSchemas:
     """Return what a grammar can enforce of the schemas of a request.
 
     Raises:
         InferenceCenterError: ``invalid_grammar`` for the first keyword of a strict schema that cannot be enforced,
-            ``invalid_request`` for a schema that is nested too deep.
+            ``invalid_request`` for schemas that are nested too deep or have too many values.
     """
+    cache = cache or SchemaCache()
     tools, warnings = [], []
+    n_values = 0
     for index, tool in enumerate(request.tools or ()):
-        check_depth(tool.parameters, field="tools")
-        parameters, left = enforceable(tool.parameters, strict=tool.strict)
+        n_values += check_depth(tool.parameters, field="tools", max_values=MAX_SCHEMA_VALUES - n_values)
+        parameters, left = cache.enforceable(tool.parameters, strict=tool.strict)
         if left and tool.strict:
             raise _unenforceable(left[0], f"the schema of the tool {tool.name}", f"tools.{index}.parameters")
         if left:
@@ -120,8 +154,8 @@ def enforceable_schemas(request: Infer) -> EnforceableSchemas:
         tools.append(tool.model_copy(update={"parameters": parameters}))
     form, left = None, []
     if request.json_schema is not None:
-        check_depth(request.json_schema, field="json_schema")
-        form, left = enforceable(request.json_schema, strict=request.strict_schema)
+        check_depth(request.json_schema, field="json_schema", max_values=MAX_SCHEMA_VALUES - n_values)
+        form, left = cache.enforceable(request.json_schema, strict=request.strict_schema)
     if left and request.strict_schema:
         raise _unenforceable(left[0], "json_schema", "json_schema")
     if left:

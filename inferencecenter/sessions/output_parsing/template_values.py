@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 
@@ -130,23 +130,31 @@ def marked(value: Any, *, mark: Callable[[str], str], field: str) -> Any:
     return _marked(value, mark)
 
 
-def check_depth(value: Any, *, field: str) -> None:
-    """Refuse a JSON value that is nested too deep.
+def check_depth(value: Any, *, field: str, max_values: int | None = None) -> int:
+    """Refuse a JSON value that is nested too deep or has more values than allowed; return their number.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for ``field``.
     """
-    level = [value]
+    level, n_values = [value], 0
     for _ in range(_MAX_DEPTH):
+        n_values += sum(len(_items(parent)) for parent in level)
+        if max_values is not None and n_values > max_values:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "the schemas have too many values",
+                field=field,
+                hint="Send fewer tools, or smaller schemas.",
+            )
         level = [item for parent in level for item in _items(parent)]
         if not level:
-            return
+            return n_values
     raise InferenceCenterError(
         ErrorCode.INVALID_REQUEST, f"a JSON value is nested more than {_MAX_DEPTH} deep", field=field
     )
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _items(value: Any) -> Collection[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()

@@ -16,7 +16,13 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.sampling.constraint import compiled
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import Tool
-from inferencecenter.sessions.output_parsing.output_spec import enforceable_schemas, output_spec
+from inferencecenter.sessions.output_parsing import output_spec as output_spec_module
+from inferencecenter.sessions.output_parsing.output_spec import (
+    MAX_SCHEMA_VALUES,
+    SchemaCache,
+    enforceable_schemas,
+    output_spec,
+)
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, ToolCallStart
 from tests.api.test_lark_patterns import PATCH
 from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL, SECOND, WEATHER, called, model, read, speech
@@ -382,3 +388,29 @@ def test_invalid_schemas_are_refused(name: str, parameters: dict[str, Any], code
     with pytest.raises(InferenceCenterError) as caught:
         matcher(speech(name, tools=[Tool(name="odd", parameters=parameters)]))
     assert caught.value.code is code
+
+
+def test_schemas_used_last_are_cached_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schema used least recently is dropped; strict ones are cached apart, those with huge numbers not at all."""
+    monkeypatch.setattr(output_spec_module, "MAX_CACHED_BYTES", 50)
+    cache, first, second = SchemaCache(), {"const": "x" * 10}, {"const": "y" * 10}
+    found = cache.enforceable(first, strict=True)
+    assert cache.enforceable(dict(first), strict=True) is found
+    lenient = cache.enforceable(first, strict=False)
+    assert lenient is not found
+    cache.enforceable(first, strict=True)
+    cache.enforceable(second, strict=True)
+    assert cache.enforceable(first, strict=True) is found
+    assert cache.enforceable(first, strict=False) is not lenient
+    assert cache.enforceable({"maximum": 2**70}, strict=True)[0] == {"maximum": 2**70}
+
+
+def test_values_of_all_schemas_are_bounded() -> None:
+    """They are searched on the event loop, so that a turn with too many is refused."""
+    many = {"enum": [1] * (MAX_SCHEMA_VALUES // 2)}
+    tool = {"name": "a", "parameters": many}
+    request = {"op": "infer", "session_id": "s", "prompt": "?", "tools": [tool]}
+    enforceable_schemas(Infer.model_validate(request))
+    for more in ({"tools": [tool, {**tool, "name": "b"}]}, {"json_schema": many}):
+        with pytest.raises(InferenceCenterError, match="too many values"):
+            enforceable_schemas(Infer.model_validate(request | more))
