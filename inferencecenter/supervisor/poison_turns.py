@@ -1,20 +1,21 @@
 """Turns that kill engines (poison turns): their identification, the clients that send them, and the file of suspects.
 
 The turns that a dead engine was busy with are suspects. A suspect that generates ``PROVEN_TOKENS`` more tokens is
-cleared, alone or in company. One that is suspected a second time before that is isolated: it runs with no other turn in
-the engine. Only the death of an engine that was busy with the isolated turn alone convicts it. An engine that was
-killed from outside, by an operator or the OOM killer, need not have died of the turn: there the second death convicts.
+cleared, alone or among others. One that is suspected a second time before that is isolated: it runs with no other turn
+in the engine. If an engine dies that was busy with the isolated turn only, the turn is quarantined: it fails. An engine
+that was killed from outside, by an operator or the OOM killer, need not have died of the turn, so only the second such
+death counts.
 
 The death of a daemon counts as a death of its engines. The turns that the next daemon resumes are suspected of it, or
 only the isolated one; so a turn that kills daemon and engine together is identified by the fifth death. A turn that
 made progress between two deaths of daemons is not suspected of the first. For this the suspicions are written to
 ``suspects.json`` when they change, which is only after an engine's death and while suspects run in isolation.
 
-Convicting a turn resets the engine's restart budget, so a client could repeat its poison prompt for ever; and a client
-that cancels its turn before it is isolated is never convicted. So deaths are also counted by client (``CrashLimit``). A
-dead engine names the turns of its step, most of which are innocent: the death counts against the client of each until
-that turn is cleared, by as many further tokens as clear a suspect or by ending on its own. A cancelled turn is not
-cleared.
+Quarantining a turn resets the engine's restart budget, so a client could repeat its poison prompt for ever; and a
+client that cancels its turn before it is isolated is never quarantined. So deaths are also counted by client
+(``CrashLimit``). A dead engine names the turns of its step, most of which did not cause it: the death counts against
+the client of each until that turn is cleared, by as many further tokens as clear a suspect or by ending on its own. A
+cancelled turn is not cleared.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 PROVEN_TOKENS: Final = 16
-TRIED_AFTER: Final = 2
+ISOLATED_AFTER: Final = 2
 """Suspicions after which a turn is isolated."""
 _MAX_FILE_BYTES: Final = 2**20
 
@@ -64,7 +65,7 @@ class PoisonTurnDetector:
         self.isolated: str | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.times}, on_trial={self.isolated})"
+        return f"{type(self).__name__}({self.times}, isolated={self.isolated})"
 
     @property
     def times(self) -> dict[str, int]:
@@ -82,18 +83,18 @@ class PoisonTurnDetector:
         self._isolate()
 
     def lost(self, named: Mapping[str, int], *, from_outside: bool = False) -> str | None:
-        """Record the death of an engine; return the turn that is convicted of it, if any.
+        """Record the death of an engine; return the turn that is quarantined for it, if any.
 
         Args:
             named: The turns that the engine was busy with, and the tokens that each had generated.
             from_outside: Whether the engine was killed by something that may be unrelated to them.
         """
-        on_trial = self.isolated
-        if on_trial is not None and named.keys() == {on_trial}:
-            died_alone_before = self.suspicions[on_trial].times > TRIED_AFTER
+        isolated = self.isolated
+        if isolated is not None and named.keys() == {isolated}:
+            died_alone_before = self.suspicions[isolated].times > ISOLATED_AFTER
             if not from_outside or died_alone_before:
-                self.forget(on_trial)
-                return on_trial
+                self.forget(isolated)
+                return isolated
         for turn_id, n_tokens in named.items():
             before = self.suspicions.get(turn_id)
             times = before.times + 1 if before else 1
@@ -116,7 +117,7 @@ class PoisonTurnDetector:
 
     def _isolate(self) -> None:
         suspects = self.suspicions.items()
-        self.isolated = next((turn_id for turn_id, suspicion in suspects if suspicion.times >= TRIED_AFTER), None)
+        self.isolated = next((turn_id for turn_id, suspicion in suspects if suspicion.times >= ISOLATED_AFTER), None)
 
 
 @dataclass(frozen=True, slots=True)

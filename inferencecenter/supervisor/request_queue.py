@@ -211,8 +211,8 @@ class RequestQueue:
                 self._detector.restore(turn_id, times=times, n_tokens=named_at)
         if after_crash:
             named = {known.alone: n_tokens[known.alone]} if known.alone in self._detector.times else n_tokens
-            if (culprit := self._detector.lost(named, from_outside=True)) is not None:
-                self._end(_quarantined(culprit, EngineExit("the daemon died with it")))
+            if (quarantined := self._detector.lost(named, from_outside=True)) is not None:
+                self._end(_quarantined(quarantined, EngineExit("the daemon died with it")))
             elif self._detector.isolated is not None:
                 _log.warning("turns_suspected", turns=list(named), on_trial=self._detector.isolated)
         self._note_suspects()
@@ -299,7 +299,7 @@ class RequestQueue:
         """Take all turns back from an engine that has ended or is being ended; they are notified while ``notifying``.
 
         Returns:
-            Whether the cause is known and does not recur: a convicted turn, or a client that is refused from now on.
+            Whether the cause is known and does not recur: a quarantined turn, or a client that is refused from now on.
         """
         was_in_flight, was_aborted = self._in_flight, self._aborted
         suspects = {
@@ -312,21 +312,21 @@ class RequestQueue:
         self._waiting = dict.fromkeys(self._turns)
         clients = {turn_id: self._turns[turn_id].client_id for turn_id in suspects}
         from_outside = ended is not None and ended.from_outside
-        culprit = self._detector.lost(suspects, from_outside=from_outside)
+        quarantined = self._detector.lost(suspects, from_outside=from_outside)
         refused = frozenset() if from_outside else self._crash_limit.engine_died(clients)
         for turn_id in [turn_id for turn_id in self._turns if turn_id in was_in_flight]:
-            if turn_id == culprit:
+            if turn_id == quarantined:
                 self._end(_quarantined(turn_id, ended))
             elif turn_id in was_aborted:
                 self._end_soon(Cancelled(turn_id))
             else:
                 self._to_notify[turn_id] = self._turns[turn_id].on_engine_lost
-        if suspects and culprit is None:
+        if suspects and quarantined is None:
             _log.warning("turns_suspected", turns=list(suspects), on_trial=self._detector.isolated)
         self._refuse(refused)
         self._note_suspects()
         self.schedule_step()
-        return culprit is not None or bool(refused)
+        return quarantined is not None or bool(refused)
 
     def fail(self, error: InferenceCenterError, *, begun: bool) -> None:
         """End all turns, which no engine has, with ``error``; those with tokens only if ``begun``.
@@ -347,8 +347,8 @@ class RequestQueue:
 
     def schedule_step(self) -> None:
         """Schedule the next step: notify turns, drain the engine for an isolated suspect, or send a waiting turn."""
-        if self._engine is not None and (on_trial := self._detector.isolated) is not None:
-            for turn_id in [each for each in self._turns if each in self._in_flight - self._aborted - {on_trial}]:
+        if self._engine is not None and (isolated := self._detector.isolated) is not None:
+            for turn_id in [each for each in self._turns if each in self._in_flight - self._aborted - {isolated}]:
                 self._in_flight.discard(turn_id)
                 self._draining.add(turn_id)
                 self._engine.send(AbortTurn(turn_id))
@@ -395,8 +395,8 @@ class RequestQueue:
         """Return the turn that has waited longest of those that may run now and are not being rendered."""
         if self._engine is None or not self._engine.has_room or self._held:
             return None
-        on_trial = self._detector.isolated
-        names = self._waiting if on_trial is None else self._waiting.keys() & {on_trial}
+        isolated = self._detector.isolated
+        names = self._waiting if isolated is None else self._waiting.keys() & {isolated}
         return next(
             (self._turns[turn_id] for turn_id in names if turn_id not in self._preparing and self._may_run(turn_id)),
             None,
@@ -432,8 +432,8 @@ class RequestQueue:
     def _may_run(self, turn_id: str) -> bool:
         if self._held or turn_id in self._draining:
             return False
-        on_trial = self._detector.isolated
-        return on_trial is None or (on_trial == turn_id and not self.engine_is_busy)
+        isolated = self._detector.isolated
+        return isolated is None or (isolated == turn_id and not self.engine_is_busy)
 
     def _end(self, event: TurnEvent) -> None:
         """Send a turn its last event; a turn whose context overflowed may have been submitted again on return."""

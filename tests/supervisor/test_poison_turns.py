@@ -76,7 +76,7 @@ def test_suspects_are_listed() -> None:
     suspects = PoisonTurnDetector()
     suspects.lost({"a": 0, "b": 0})
     suspects.lost({"b": 0})
-    assert repr(suspects) == "PoisonTurnDetector({'a': 1, 'b': 2}, on_trial=b)"
+    assert repr(suspects) == "PoisonTurnDetector({'a': 1, 'b': 2}, isolated=b)"
 
 
 @given(losses=st.lists(NAMED))
@@ -84,10 +84,10 @@ def test_only_the_isolated_turn_is_quarantined(losses: list[dict[str, int]]) -> 
     """It must be the only one named."""
     suspects = PoisonTurnDetector()
     for named in losses:
-        on_trial = suspects.isolated
-        culprit = suspects.lost(named)
-        assert (culprit is not None) == (on_trial is not None and named.keys() == {on_trial})
-        assert culprit in (None, on_trial)
+        isolated = suspects.isolated
+        quarantined = suspects.lost(named)
+        assert (quarantined is not None) == (isolated is not None and named.keys() == {isolated})
+        assert quarantined in (None, isolated)
 
 
 @given(losses=st.lists(NAMED, min_size=2), told=st.lists(st.tuples(NAMES, st.integers(0, 200))))
@@ -100,6 +100,6 @@ def test_isolation_ends(losses: list[dict[str, int]], told: list[tuple[str, int]
         before = suspects.isolated
         cleared = suspects.clears(turn_id, n_tokens)
         assert suspects.isolated == before or (cleared and turn_id == before)
-    while (on_trial := suspects.isolated) is not None:
-        suspects.forget(on_trial)
+    while (isolated := suspects.isolated) is not None:
+        suspects.forget(isolated)
     assert len(suspects.suspicions) <= 5

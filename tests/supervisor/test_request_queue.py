@@ -535,7 +535,7 @@ def test_turn_that_kills_daemons_is_quarantined_by_the_fifth(tmp_path: Path) -> 
     assert PoisonTurnStore(life.file).of("model") == SuspectedTurns()
 
 
-def test_innocent_turns_survive_any_number_of_daemons(tmp_path: Path) -> None:
+def test_turns_with_progress_survive_any_number_of_daemons(tmp_path: Path) -> None:
     """Turns with progress between two deaths are never isolated."""
     turns = [RecordingTurn(order(name)) for name in "abc"]
     life = Life(tmp_path / "suspects.json", turns)
@@ -737,7 +737,7 @@ def test_failing_listener_does_not_affect_other_turns() -> None:
         table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "given up", hint="h"), begun=True)
     assert fine.terminal == [Failed(turn_id="fine", code="engine_unavailable", message="given up", hint="h")]
     assert [line["event"] for line in logs] == ["turn_listener_failed"] * 2
-    assert repr(table) == "RequestQueue(0, in_flight=0, PoisonTurnDetector({}, on_trial=None))"
+    assert repr(table) == "RequestQueue(0, in_flight=0, PoisonTurnDetector({}, isolated=None))"
 
 
 class TurnsMachine(RuleBasedStateMachine):
@@ -750,7 +750,7 @@ class TurnsMachine(RuleBasedStateMachine):
         self.turns: dict[str, RecordingTurn] = {}
         self.aborted: set[str] = set()
         self.accused: dict[str, int] = {}
-        self.may_be_convicted: set[str] = set()
+        self.may_be_quarantined: set[str] = set()
 
     @initialize(poisons=st.sets(st.integers(0, 9), max_size=3))
     def begin(self, poisons: set[int]) -> None:
@@ -839,7 +839,7 @@ class TurnsMachine(RuleBasedStateMachine):
         for turn in self.turns.values():
             for end in turn.terminal:
                 if isinstance(end, Failed):
-                    assert turn.turn_id in self.may_be_convicted
+                    assert turn.turn_id in self.may_be_quarantined
                 if isinstance(end, Cancelled):
                     assert turn.turn_id in self.aborted
 
@@ -851,10 +851,10 @@ class TurnsMachine(RuleBasedStateMachine):
         elif not self.engine.has_room:
             assert self.table.n_waiting <= len(self.table)
         elif self.table.n_waiting:
-            on_trial = self.table._detector.isolated
+            isolated = self.table._detector.isolated
             leaving = set(self.engine.aborting) & set(self.engine.has)
-            assert on_trial is not None or leaving
-            assert leaving or set(self.engine.has) == {on_trial}
+            assert isolated is not None or leaving
+            assert leaving or set(self.engine.has) == {isolated}
 
     def teardown(self) -> None:
         """Without faults every turn ends."""
@@ -895,7 +895,7 @@ class TurnsMachine(RuleBasedStateMachine):
         assert self.engine is not None
         alone = set(self.engine.has)
         if len(alone) == 1 and named == alone and self.accused.get(min(alone), 0) >= 2:
-            self.may_be_convicted |= alone
+            self.may_be_quarantined |= alone
         self.engine = None
         running = {turn_id for turn_id in named if not self.turns[turn_id].terminal}
         for turn_id in running:
