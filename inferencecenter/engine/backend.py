@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from inferencecenter.engine.images import Projector
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.messages import ModelInfo, PromptSegment, SampledLogprobs
     from inferencecenter.protocol.params import Params
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Consecutive tokens of one slot in a batch: ``tokens[i]`` is at position ``start + i``.
+
+    A run of an image's rows has ``embeddings`` instead, of shape ``(rows, width)``, and is decoded alone.
 
     ``sample`` requests the logits of the last token. The last ``drafts`` tokens are guesses, each to be compared with
     the token sampled before it: ``sample`` then requests the logits of the token before them and of each draft.
@@ -32,6 +35,7 @@ class Chunk:
     tokens: Sequence[int]
     sample: bool
     drafts: int = 0
+    embeddings: NDArray[np.float32] | None = None
 
     @property
     def n_sampled(self) -> int:
@@ -164,6 +168,10 @@ class Backend(TextCodec, Protocol):
     @property
     def draft_model(self) -> DraftModel | None:
         """The draft model, if one is configured."""
+
+    @property
+    def projector(self) -> Projector | None:
+        """Turns images into rows; ``None`` for a model that does not see."""
 
     def is_end(self, token: int) -> bool:
         """Return whether the token ends a generation."""

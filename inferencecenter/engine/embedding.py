@@ -52,7 +52,14 @@ if TYPE_CHECKING:
     from inferencecenter.engine.tokenization import PreparationResult
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.heartbeat import Heartbeat
-    from inferencecenter.ipc.messages import FromEngine, KvRamLimit, ReleaseSession, RetainSessions, TurnEvent
+    from inferencecenter.ipc.messages import (
+        FromEngine,
+        ImageData,
+        KvRamLimit,
+        ReleaseSession,
+        RetainSessions,
+        TurnEvent,
+    )
 
 _SHORT_BYTES: Final = 4096
 """Size of a request that is tokenized in less than a millisecond."""
@@ -291,7 +298,7 @@ class EmbeddingLoop(CommandLoop):
     def _manage_kv(self, command: ReleaseSession | RetainSessions | KvRamLimit) -> None:
         """Do nothing: no KV is kept."""
 
-    def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched) -> None:
+    def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched | ImageData) -> None:
         match result:
             case TextsTokenized(turn_id=turn_id, texts=texts) if turn_id in self._requests:
                 self._enqueue(self._requests[turn_id], texts)

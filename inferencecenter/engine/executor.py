@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
     from inferencecenter.engine.backend import Backend, TurnSampler
+    from inferencecenter.engine.images import ImageStore
     from inferencecenter.engine.kv_cache.store import KvStore
     from inferencecenter.engine.output_processor import OutputProcessor, TimeoutReason
-    from inferencecenter.engine.scheduler.plan import Admission, DecodePass, DecodeRow, KvMove, StepPlan
+    from inferencecenter.engine.scheduler.plan import Admission, DecodePass, DecodeRow, KvMove, RowEncoding, StepPlan
     from inferencecenter.ipc.messages import TurnEvent
 
 
@@ -270,6 +271,7 @@ class Executor:
         interrupted: Whether to stop the step early, because a turn must end.
         progressed: Called after each move and each pass.
         on_log: Called with level and text, from any thread.
+        images: Embeddings of images; ``None`` for a model that does not see.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only but for what it works on
@@ -283,8 +285,10 @@ class Executor:
         interrupted: Callable[[], bool],
         progressed: Callable[[], None],
         on_log: Callable[[str, str], None],
+        images: ImageStore | None = None,
     ) -> None:
         self._backend = backend
+        self._images = images
         self._mover = KvMover(backend, kv, clock=clock, progressed=progressed, on_log=on_log)
         self._clock = clock
         self._interrupted = interrupted
@@ -337,6 +341,8 @@ class Executor:
             self._resume(plan)
         for admission in plan.admissions:
             self._admit(admission, outcome)
+        if plan.encoding is not None:
+            self._encode(plan.encoding, outcome)
         for number, each in enumerate(plan.passes):
             if number and self._interrupted():
                 break
@@ -388,10 +394,38 @@ class Executor:
         cached_tokens = 0 if turn_id in outcome.emptied else admission.cached_tokens
         outcome.events.append(output.start(prompt, cached_tokens=cached_tokens, now=self._clock()))
 
+    def _encode(self, encoding: RowEncoding, outcome: StepOutcome) -> None:
+        assert self._images is not None, "a turn has an image"
+        turn_id = encoding.turn_id
+        if turn_id in outcome.ended:
+            return
+        began_s = self._clock()
+        try:
+            self._images.encode(encoding.span)
+        except Exception as error:  # noqa: BLE001 - a border: one turn's image must not end the others
+            failure = failure_of(error, "encoding an image", "The image could not be encoded.", on_log=self._on_log)
+            outcome.events.append(self._outputs[turn_id].fail(failure, now=self._clock()))
+            outcome.ended.add(turn_id)
+        outcome.encode_s = self._clock() - began_s
+        self._progressed()
+
+    def _with_embeddings(self, rows: list[DecodeRow], outcome: StepOutcome) -> list[DecodeRow]:
+        """Add the embeddings of an image's rows; a turn whose image was evicted since it was planned waits."""
+        found: list[DecodeRow] = []
+        for row in rows:
+            embeddings = None if row.span is None or self._images is None else self._images.rows(row.span)
+            if row.span is None or embeddings is not None:
+                found.append(replace(row, chunk=replace(row.chunk, embeddings=embeddings)) if row.span else row)
+            else:
+                outcome.stalled.add(row.turn_id)
+        return found
+
     def _run_pass(self, each: DecodePass, outcome: StepOutcome) -> None:
         # Chunks of these turns no longer continue the content of their slots.
         skipped = outcome.ended | outcome.emptied | outcome.stalled
         rows = self._due([row for row in each.rows if row.turn_id not in skipped], outcome)
+        if each.rows[0].span is not None:
+            rows = self._with_embeddings(rows, outcome)
         if not rows:
             return
         began_s = self._clock()
@@ -500,6 +534,7 @@ def stats_of(plan: StepPlan, outcome: StepOutcome, *, step_s: float) -> StepStat
         moves=tuple(outcome.move_times),
         drafted=outcome.drafted,
         accepted=sum(map(len, outcome.accepted.values())),
+        encode_s=outcome.encode_s,
     )
 
 

@@ -26,6 +26,7 @@ from inferencecenter.ipc.messages import (
     DetokenizeRequest,
     Embed,
     EngineLimits,
+    ImageData,
     KvRamLimit,
     ReleaseSession,
     RetainSessions,
@@ -42,12 +43,12 @@ if TYPE_CHECKING:
 INBOX_BYTES: Final = 256 * 1024 * 1024
 """Bytes of commands that are read while the loop is busy; beyond that the socket is not read."""
 _GRACE_S: Final = 1.0
-_SIZED: Final = (Submit, Embed, TokenizeRequest, DetokenizeRequest)
+_SIZED: Final = (Submit, Embed, TokenizeRequest, DetokenizeRequest, ImageData)
 
 
 @dataclass(slots=True)
 class ReceivedCommand:
-    """A command from the front, with the monotonic second of its arrival; only those that carry text have a size."""
+    """A command from the front, with the monotonic second of its arrival; only content of clients has a size."""
 
     command: (
         Submit
@@ -58,6 +59,7 @@ class ReceivedCommand:
         | TokenizeRequest
         | DetokenizeRequest
         | CancelLookup
+        | ImageData
         | EngineLimits
         | KvRamLimit
         | Suspend

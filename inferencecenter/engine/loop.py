@@ -25,6 +25,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.executor import Executor, stats_of
 from inferencecenter.engine.fair_workers import FairWorkers
 from inferencecenter.engine.grammar_cache import GrammarCache
+from inferencecenter.engine.images import ImageStore
 from inferencecenter.engine.inbox import FrontDisconnected, ReceivedCommand, StepThrottle
 from inferencecenter.engine.kv_cache.tiers import KvUsage
 from inferencecenter.engine.output_processor import failed, never_ran
@@ -45,6 +46,8 @@ from inferencecenter.ipc.messages import (
     DetokenizeRequest,
     Embed,
     EngineLimits,
+    ImageData,
+    ImageNeeded,
     KvRamLimit,
     LogLine,
     QueuePosition,
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from inferencecenter.engine.tokenization import PendingSubmission
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.heartbeat import Heartbeat
+    from inferencecenter.ipc.images import ImageRef
     from inferencecenter.ipc.messages import FromEngine, StepStats, TurnEvent
 
 QUIET_S: Final = 0.2
@@ -279,8 +283,8 @@ class CommandLoop(ABC):
         """Release or limit KV, where there is any."""
 
     @abstractmethod
-    def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched) -> None:
-        """Handle the result of a worker."""
+    def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched | ImageData) -> None:
+        """Handle the result of a worker, or what the front was asked for."""
 
     def _close(self) -> None:
         """Stop the workers."""
@@ -319,6 +323,8 @@ class CommandLoop(ABC):
                 self._tokenizer.submit(lookup)
             case CancelLookup(lookup_id=lookup_id):
                 self._tokenizer.cancel(lookup_id)
+            case ImageData() as data:
+                self._take_result(data)
             case EngineLimits() as limits:
                 self._limit(limits)
                 self._throttle.change(limits.pause_ms / 1000)
@@ -387,6 +393,7 @@ class EngineLoop(CommandLoop):
         self._backend = backend
         self._kv = kv
         self._quiet_s = quiet_s
+        self._images = None if backend.projector is None else ImageStore(backend.projector, fetch=self._fetch_image)
         self._scheduler = Scheduler(
             slots=backend.model.slots,
             n_ctx=backend.model.n_ctx,
@@ -400,6 +407,7 @@ class EngineLoop(CommandLoop):
             draft_tokens=draft_tokens(options, backend, on_log=self._on_log),
             lookup=options.speculative == "lookup",
             draft_cost=backend.draft_model.cost if backend.draft_model else None,
+            images=self._images,
         )
         self._executor = Executor(
             backend,
@@ -410,6 +418,7 @@ class EngineLoop(CommandLoop):
             interrupted=lambda: inbox.urgent,
             progressed=heartbeat.tick,
             on_log=self._on_log,
+            images=self._images,
         )
         self._grammars = GrammarCache(backend)
         self._tokenization = TokenizationStage(
@@ -519,9 +528,11 @@ class EngineLoop(CommandLoop):
         waiting = self._scheduler.waiting + len(self._tokenization)
         return LoopGauges(self._scheduler.running, waiting, self._kv.usage)
 
-    def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched) -> None:
+    def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched | ImageData) -> None:
         # A completed load woke the loop; the next plan finds it in the store.
-        if isinstance(result, GrammarReady | TokenizedTurn | TokenizationFailed):
+        if isinstance(result, ImageData):
+            self._take_image(result)
+        elif isinstance(result, GrammarReady | TokenizedTurn | TokenizationFailed):
             self._tokenization.take(result)
 
     def _manage_kv(self, command: ReleaseSession | RetainSessions | KvRamLimit) -> None:
@@ -533,6 +544,26 @@ class EngineLoop(CommandLoop):
             case KvRamLimit(ram_bytes=ram_bytes):
                 self._kv.limit_ram(ram_bytes)
                 self._scheduler.checkpoints.rescan()
+
+    def _fetch_image(self, image: ImageRef) -> None:
+        self._send(ImageNeeded(image.digest))
+
+    def _take_image(self, data: ImageData) -> None:
+        if self._images is None:
+            return
+        if data.pixels is not None:
+            self._images.put(data.digest, data.pixels)
+            return
+        self._images.drop(data.digest)
+        error = InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "An image of this conversation is no longer stored.",
+            hint="Send it again.",
+            field="images",
+        )
+        for turn_id in self._scheduler.turns_with(data.digest):
+            if self._scheduler.abort(turn_id, now=self._clock()):
+                self._events.append(self._executor.fail(turn_id, error))
 
     def _submit(self, received: ReceivedCommand, request: Submit | Embed) -> None:
         if isinstance(request, Embed):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from inferencecenter.engine.backend import Chunk, DraftModel
+    from inferencecenter.engine.images import Projector
     from inferencecenter.ipc.engine_options import EngineOptions
 
 # A saved sequence: magic, number of tokens and their checksum, then two bytes per token.
@@ -95,6 +96,11 @@ class TokenSlots:
 
     @property
     def draft_model(self) -> DraftModel | None:
+        """Always none."""
+        return None
+
+    @property
+    def projector(self) -> Projector | None:
         """Always none."""
         return None
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.engine.fair_workers import FairWorkers, Job, JobCancelledError
+from inferencecenter.engine.images import find_spans
 from inferencecenter.engine.output_processor import OutputProcessor, failure_of
 from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.ipc.framing import FramingError
@@ -35,13 +36,14 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.protocol import params as turn_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from inferencecenter.engine.backend import Backend, TextCodec
     from inferencecenter.engine.grammar_cache import CompiledGrammar, GrammarCache
+    from inferencecenter.engine.images import ImageSpan
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.heartbeat import Heartbeat
-    from inferencecenter.ipc.messages import FromEngine, Submit
+    from inferencecenter.ipc.messages import FromEngine, PromptSegment, Submit
     from inferencecenter.protocol.params import Params
 
 
@@ -303,6 +305,7 @@ class TokenizationStage:
             public=submit.public,
             durable=submit.durable,
             tokens=prompt + answer,
+            spans=self._spans(submit, prompt),
         )
         return TokenizedTurn(request, output)
 
@@ -321,10 +324,37 @@ class TokenizationStage:
         """Return the tokens of the prompt, and how many of them are those of the shared pieces."""
         history = unpack_tokens(submit.tokens)
         if history:
-            return history + self._backend.tokenize(job.each(submit.pieces), first=False), 0
+            return history + self._pieces(job.each(submit.pieces), first=False), 0
         shared, own = submit.pieces[: submit.shared_pieces], submit.pieces[submit.shared_pieces :]
-        prefix = self._backend.tokenize(job.each(shared), first=True) if shared else []
-        return prefix + self._backend.tokenize(job.each(own), first=True, after=prefix), len(prefix)
+        prefix = self._pieces(job.each(shared), first=True) if shared else []
+        return prefix + self._pieces(job.each(own), first=True, after=prefix), len(prefix)
+
+    def _pieces(self, pieces: Iterable[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
+        """Return the tokens of texts and images."""
+        tokens: list[int] = []
+        texts: list[PromptSegment] = []
+        for piece in pieces:
+            if piece.image is None:
+                texts.append(piece)
+                continue
+            if self._backend.projector is None:
+                raise InferenceCenterError(
+                    ErrorCode.INVALID_REQUEST,
+                    "This model does not see images.",
+                    hint="Choose a model with a projector (mmproj).",
+                    field="images",
+                )
+            tokens += self._backend.tokenize(texts, first=first, after=[*after, *tokens])
+            tokens += self._backend.projector.tokens(piece.image)
+            texts = []
+        return tokens + self._backend.tokenize(texts, first=first, after=[*after, *tokens])
+
+    def _spans(self, submit: Submit, tokens: Sequence[int]) -> tuple[ImageSpan, ...]:
+        """Return the rows of images in a prompt."""
+        images = {*submit.images, *(piece.image for piece in submit.pieces if piece.image is not None)}
+        if not images or self._backend.projector is None:
+            return ()
+        return find_spans(tokens, images, self._backend.projector)
 
 
 def no_room() -> InferenceCenterError:

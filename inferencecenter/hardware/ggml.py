@@ -21,6 +21,9 @@ from inferencecenter.hardware.placement import Device
 LIBRARY_PATH: Final = "LLAMA_CPP_LIB_PATH"
 """The variable by which the bindings find the libraries; a value that is set wins."""
 
+MTMD_LIBRARY_PATH: Final = "MTMD_CPP_LIB"
+"""The same for the library that reads images."""
+
 _LIBRARIES: Final = "inferencecenter_llama"
 _BINDINGS: Final = "llama_cpp"
 _GPU_LIBRARIES: Final = ("cuda", "hip", "musa", "vulkan", "metal", "sycl", "opencl", "cann")

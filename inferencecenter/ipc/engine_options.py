@@ -31,7 +31,8 @@ class EngineOptions(EngineSettings):
     """The settings of one engine process; of those the settings leave open, these have a value.
 
     ``lora`` are adapters on top of the model. ``draft_path`` is the file of the draft model, empty without one, and
-    ``draft_device`` the GPU that it is on, empty for the host's memory. ``devices`` names the GPUs in use, all if
+    ``draft_device`` the GPU that it is on, empty for the host's memory. ``mmproj_path`` is
+    the file of the projector, empty for a model that does not see. ``devices`` names the GPUs in use, all if
     empty; ``tensor_split`` are their shares of the layers, ``cpu_tensors`` patterns of names of tensors that stay in
     the host's memory. Without the GPUs the engine fails, or runs on the host if they are ``gpu_optional``. ``kv_adopt``
     selects which files of an earlier engine are recovered; the others are deleted.
@@ -52,6 +53,7 @@ class EngineOptions(EngineSettings):
     lora: tuple[LoraSettings, ...] = ()
     draft_path: str = ""
     draft_device: str = ""
+    mmproj_path: str = ""
     devices: tuple[str, ...] = ()
     split_mode: Literal["layer", "none"] = "layer"
     main_gpu: int = 0

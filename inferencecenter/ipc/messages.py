@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
+from inferencecenter.ipc.images import ImageRef
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,10 +35,14 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 class PromptSegment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of prompt text; special tokens are recognized in it only when ``special`` (template text)."""
+    """A run of prompt text; special tokens are recognized in it only when ``special`` (template text).
+
+    A segment with an ``image`` stands for it, and its text is empty.
+    """
 
     text: str
     special: bool = False
+    image: ImageRef | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -82,8 +88,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     An ``accepted`` turn was queued by the front while no engine was ready; neither it nor one with an ``answer`` is
     rejected for lack of room.
 
-    ``grammar`` constrains the answer. ``markers`` are control tokens emitted as text when they are generated, such as
-    those around a tool call; all others produce no text.
+    ``images`` are those in ``tokens``. ``grammar`` constrains the answer. ``markers`` are control tokens emitted as
+    text when they are generated, such as those around a tool call; all others produce no text.
     """
 
     turn_id: str
@@ -103,6 +109,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     accepted: bool = False
     grammar: Grammar | None = None
     markers: tuple[str, ...] = ()
+    images: tuple[ImageRef, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -222,6 +229,18 @@ class CancelLookup(msgspec.Struct, frozen=True, tag=True):
     lookup_id: int
 
 
+class ImageData(msgspec.Struct, frozen=True, tag=True):
+    """The reply to ``ImageNeeded``: red, green and blue bytes, row by row from the top; ``None`` if it is gone."""
+
+    digest: str
+    pixels: bytes | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate size in memory, at least 1."""
+        return 1 + len(self.pixels or b"")
+
+
 class EngineLimits(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Throttle the engine until the next ``EngineLimits``.
 
@@ -276,6 +295,7 @@ ToEngine: TypeAlias = (
     | TokenizeRequest
     | DetokenizeRequest
     | CancelLookup
+    | ImageData
     | EngineLimits
     | KvRamLimit
     | Suspend
@@ -314,8 +334,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     token is longer than ``max_token_bytes``; 0 if a token may represent any text. A fill-in-the-middle model has
     ``infill``.
 
-    ``kind`` is a ``config.sections.ModelKind``. An embedding model's vectors have ``n_embd`` numbers, and ``n_ctx`` is
-    the longest text.
+    A model that ``sees`` takes images. ``kind`` is a ``config.sections.ModelKind``. An embedding model's vectors have
+    ``n_embd`` numbers, and ``n_ctx`` is the longest text.
     """
 
     name: str
@@ -345,6 +365,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "chat"
     n_embd: int = 0
     infill: InfillTokens | None = None
+    sees: bool = False
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -407,6 +428,12 @@ class LookupFailed(msgspec.Struct, frozen=True, tag=True):
 
 LookupAnswer: TypeAlias = Tokenized | TokensCounted | Detokenized | LookupFailed
 """The reply to a ``TokenizeRequest`` or ``DetokenizeRequest``."""
+
+
+class ImageNeeded(msgspec.Struct, frozen=True, tag=True):
+    """Send the pixels of an image in ``ImageData``: a turn is to be prefilled past its rows."""
+
+    digest: str
 
 
 class LogLine(msgspec.Struct, frozen=True, tag=True):
@@ -605,7 +632,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     Of ``step_s`` seconds, ``decode_s`` went to decoding ``rows`` turns at once and ``prefill_s`` to prefilling
     ``prefill_tokens``. ``fetches`` loads from disk were started. Of ``drafted`` tokens ``accepted`` were accepted.
 
-    A step of an embedding model computed ``texts`` with ``text_tokens``.
+    A step of an embedding model computed ``texts`` with ``text_tokens``. Encoding an image took ``encode_s``.
     """
 
     step_s: float
@@ -620,6 +647,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     accepted: int = 0
     texts: int = 0
     text_tokens: int = 0
+    encode_s: float = 0.0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
@@ -638,4 +666,4 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     work: StepStats | None = None
 
 
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | LookupAnswer | LogLine | StepOutput
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | LookupAnswer | ImageNeeded | LogLine | StepOutput

@@ -39,6 +39,8 @@ class Child:
     def ready(self) -> ModelInfo:
         """Wait until the model is loaded and return its description."""
         self.front.read_until(lambda: any(isinstance(frame, Ready | LoadFailed) for frame in self.front.frames))
+        failed = [frame for frame in self.front.frames if isinstance(frame, LoadFailed)]
+        assert not failed, failed
         (ready,) = (frame for frame in self.front.frames if isinstance(frame, Ready))
         return ready.model
 

@@ -9,9 +9,10 @@ import os
 import sys
 from importlib.util import find_spec, module_from_spec
 
-from inferencecenter.hardware.ggml import LIBRARY_PATH, library_dir
+from inferencecenter.hardware.ggml import LIBRARY_PATH, MTMD_LIBRARY_PATH, library_dir
 
 if (_place := library_dir()) is not None:
     os.environ[LIBRARY_PATH] = str(_place)
+    os.environ.setdefault(MTMD_LIBRARY_PATH, str(_place))
 if "llama_cpp" not in sys.modules and (_bindings := find_spec("llama_cpp")) is not None:
     sys.modules["llama_cpp"] = module_from_spec(_bindings)

@@ -6,6 +6,7 @@ import ctypes
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 from weakref import WeakSet
 
@@ -18,6 +19,7 @@ from inferencecenter.engine.llama import saved_state
 from inferencecenter.engine.llama.draft_model import LlamaDraftModel, check_draft_model, draft_options
 from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel, load_model
+from inferencecenter.engine.llama.projector import LlamaProjector
 from inferencecenter.engine.llama.row_padding import RowCounts, padding_slots
 from inferencecenter.engine.llama.sampler import NativeSampler
 from inferencecenter.engine.llama.saved_state import fingerprint
@@ -25,6 +27,7 @@ from inferencecenter.engine.sampling.chain import plan_chain
 from inferencecenter.engine.scheduler.speculation import most_drafts
 from inferencecenter.hardware.memory import physical_cores
 from inferencecenter.hardware.placement import decode_threads
+from inferencecenter.ipc.images import is_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +96,28 @@ class BatchArrays:
         self._batch.n_tokens = n_rows
         return self._batch
 
+    def fill_embeddings(self, chunk: Chunk, rows: NDArray[np.float32], *, begin: int) -> lib.llama_batch:
+        """Write the positions of a chunk's ``rows`` from number ``begin`` on, and return a batch that refers to them.
+
+        Of the chunk's last row the logits are read if it is sampled.
+        """
+        n_rows = len(rows)
+        start = chunk.start + begin
+        self._pos[:n_rows] = range(start, start + n_rows)
+        self._seq_id[:n_rows] = self._slot_pointers[chunk.slot]
+        self._logits[:n_rows] = 0
+        self.sampled = [n_rows - 1] if chunk.sample and begin + n_rows == len(chunk.tokens) else []
+        self._logits[self.sampled] = 1
+        return lib.llama_batch(
+            n_tokens=n_rows,
+            token=None,
+            embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            pos=self._batch.pos,
+            n_seq_id=self._batch.n_seq_id,
+            seq_id=self._batch.seq_id,
+            logits=self._batch.logits,
+        )
+
 
 def split(chunks: Sequence[Chunk], n_batch: int) -> Iterator[Sequence[Chunk]]:
     """Yield the chunks of each call of at most ``n_batch`` rows.
@@ -157,6 +182,9 @@ class LlamaContext:
 
     It counts the tokens of each slot and compares the count with llama.cpp's own after every change, so that a sequence
     is never continued at a wrong position. A slot whose counts differ, or whose batch failed, is emptied.
+
+    Attributes:
+        rows_are_causal: Whether a row of an image attends only to earlier ones; else at most ``max_rows`` are decoded.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions, *, n_threads: int, log: LlamaLog) -> None:
@@ -185,6 +213,8 @@ class LlamaContext:
         pads_rows = self.can_truncate and not model.n_gpu_layers and _is_quantized(model)
         self._row_counts = RowCounts() if pads_rows else None
         self._n_batch: int = lib.llama_n_batch(handle)
+        self.max_rows: int = lib.llama_n_ubatch(handle)
+        self.rows_are_causal = True
         self._arrays = BatchArrays(n_batch=self._n_batch, slots=self.slots)
         self._lengths = [0] * self.slots
         self._buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
@@ -208,8 +238,8 @@ class LlamaContext:
         row_counts = None if any(len(chunk.tokens) > 1 for chunk in chunks) else self._row_counts
         padding = self._padding(chunks, row_counts) if row_counts else []
         began_s = time.perf_counter()
-        for part in split(chunks, self._n_batch):
-            status = lib.llama_decode(self.handle, self._arrays.fill(part, padding))
+        for batch in self._batches(chunks, padding):
+            status = lib.llama_decode(self.handle, batch)
             for pad in padding:
                 lib.llama_memory_seq_rm(self._memory, pad.slot, pad.start, -1)
             if status:
@@ -347,6 +377,29 @@ class LlamaContext:
         """Free the context, after the samplers that were used on it."""
         lib.llama_free(self.handle)
 
+    def _batches(self, chunks: Sequence[Chunk], padding: Sequence[Chunk]) -> Iterator[lib.llama_batch]:
+        """Yield the batches of a decode, each valid until the next."""
+        rows = chunks[0].embeddings
+        if rows is not None:
+            yield from self._embedding_batches(chunks[0], rows)
+            return
+        for part in split(chunks, self._n_batch):
+            yield self._arrays.fill(part, padding)
+
+    def _embedding_batches(self, chunk: Chunk, rows: NDArray[np.float32]) -> Iterator[lib.llama_batch]:
+        """Yield the batches of an image's rows; if not causal, all of them attend to each other."""
+        if self.rows_are_causal:
+            for begin in range(0, len(rows), self._n_batch):
+                yield self._arrays.fill_embeddings(chunk, rows[begin : begin + self._n_batch], begin=begin)
+            return
+        if len(rows) > self.max_rows:
+            self._fail([chunk.slot], f"{len(rows)} rows of an image do not fit n_ubatch, which is {self.max_rows}")
+        lib.llama_set_causal_attn(self.handle, False)
+        try:
+            yield self._arrays.fill_embeddings(chunk, rows, begin=0)
+        finally:
+            lib.llama_set_causal_attn(self.handle, True)
+
     def _padding(self, chunks: Sequence[Chunk], row_counts: RowCounts) -> list[Chunk]:
         """Return the rows that make a decode of single tokens faster; they are removed from their slots after it."""
         n_turns = len(chunks)
@@ -367,6 +420,8 @@ class LlamaContext:
                     f"slot {slot} holds {self._lengths[slot]} tokens; "
                     f"a chunk of {len(chunk.tokens)} at {chunk.start} does not continue it"
                 )
+            if chunk.embeddings is not None and (len(chunks) > 1 or len(chunk.embeddings) != len(chunk.tokens)):
+                raise ValueError(f"the {len(chunk.tokens)} rows of an image are decoded alone")
             previous = slot
 
     def _window_covers(self, slot: int, n_tokens: int) -> bool:
@@ -465,6 +520,7 @@ class LlamaBackend:
         digest: str,
         kv_bytes_per_token: int,
         draft_model: LlamaDraftModel | None,
+        projector: LlamaProjector | None,
         memory: tuple[BufferUse, ...],
         resources: ExitStack,
     ) -> None:
@@ -477,6 +533,7 @@ class LlamaBackend:
         self.kv_bytes_per_token = kv_bytes_per_token
         self.can_truncate = context.can_truncate
         self.draft_model = draft_model
+        self.projector = projector
         self.tokenize = model.vocab.tokenize
         self.token_bytes = model.vocab.token_bytes
         self.token_text = model.vocab.token_text
@@ -519,6 +576,13 @@ class LlamaBackend:
                 draft_model = _load_draft_model(
                     options, model, context, log=log, on_progress=on_progress, on_log=on_log, resources=resources
                 )
+            projector = None
+            if options.mmproj_path:
+                projector = LlamaProjector.load(
+                    Path(options.mmproj_path), model, n_threads=n_threads, max_rows=context.max_rows, log=log
+                )
+                resources.callback(projector.close)
+                context.rows_are_causal = projector.is_causal
             return cls(
                 options,
                 model,
@@ -526,6 +590,7 @@ class LlamaBackend:
                 digest=digest,
                 kv_bytes_per_token=kv_bytes_per_token,
                 draft_model=draft_model,
+                projector=projector,
                 memory=sizes.uses(),
                 resources=resources.pop_all(),
             )
@@ -552,7 +617,7 @@ class LlamaBackend:
             n_vocab=vocab.n_tokens,
             token_text=vocab.token_text,
             n_probs=params.n_probs,
-            prompt=[*prompt, *answer],
+            prompt=[token for token in (*prompt, *answer) if not is_row(token)],
             position=len(answer),
             constraint=constraint,
         )

@@ -47,9 +47,9 @@ class LlamaLog:
         self._problems: deque[str] = deque(maxlen=_KEPT_PROBLEMS)
         self._callback = lib.llama_log_callback(self._receive)
 
-    def install(self) -> None:
-        """Redirect llama.cpp's log to this object."""
-        lib.llama_log_set(self._callback, ctypes.c_void_p(0))
+    def install(self, set_log: Callable[..., None] = lib.llama_log_set) -> None:
+        """Redirect the log of llama.cpp, or of the library that ``set_log`` belongs to, to this object."""
+        set_log(self._callback, ctypes.c_void_p(0))
 
     def close(self) -> None:
         """Discard llama.cpp's log, so that this object may be dropped."""

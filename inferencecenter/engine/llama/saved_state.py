@@ -15,6 +15,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,6 @@ from inferencecenter.engine.llama.model_file import shards, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -176,7 +176,8 @@ def fingerprint(model: LlamaModel, options: EngineOptions) -> str:
     digest = hashlib.sha256()
     for fact in _facts(model, options):
         digest.update(f"{fact}\0".encode())
-    for shard in shards(model.path):
+    projector = (Path(options.mmproj_path),) if options.mmproj_path else ()
+    for shard in (*shards(model.path), *projector):
         try:
             _add_file(digest, shard)
         except OSError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.images import is_row
 from inferencecenter.ipc.messages import InfillTokens
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Vocabulary:
         for piece in pieces:
             if not piece.text:
                 continue
-            follows_special = bool(self._attributes[tokens[-1]] & _PARSED_AS_SPECIAL) if tokens else first
+            follows_special = self._is_special(tokens[-1]) if tokens else first
             new = self._tokenize_piece(piece.text, special=piece.special, fenced=not follows_special)
             if tokens == bos == new[:1]:
                 new = new[1:]
@@ -171,6 +172,10 @@ class Vocabulary:
         if (self.bos, self.eos, self.end_tokens) != (other.bos, other.eos, other.end_tokens):
             return "other tokens begin or end a text"
         return ""
+
+    def _is_special(self, token: int) -> bool:
+        """Return whether text after a token begins anew: it is not merged with it, nor with rows of an image."""
+        return is_row(token) or bool(self._attributes[token] & _PARSED_AS_SPECIAL)
 
     def _special_text(self, token: int) -> str:
         """Return the text that special pieces spell a token with; empty if there is none."""

@@ -142,7 +142,7 @@ class KvSourceFinder:
             replaced: Keys whose entries the plan overwrites.
             fetch: Whether a sequence may come from disk.
         """
-        limit = len(request.tokens) - 1
+        limit = request.reusable_tokens
         best, gain = self._own(request, limit)
         parked = self._find(request, limit, replaced)
         needed = 1 if request.started and best.n_tokens == 0 else self._grid_tokens

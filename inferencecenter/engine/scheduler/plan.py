@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from inferencecenter.engine.backend import DraftRequest
+    from inferencecenter.engine.images import ImageSpan
     from inferencecenter.engine.scheduler.speculation import Drafts
     from inferencecenter.engine.scheduler.state import EngineRequest, Slot
     from inferencecenter.ipc.messages import MoveTime, TraceStage, TurnEvent
@@ -126,11 +127,15 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """A turn's chunk in a decode pass; with ``draft`` the draft model's tokens are added to it before."""
+    """A turn's chunk in a decode pass; with ``draft`` the draft model's tokens are added to it before.
+
+    The chunk of a ``span`` is a run of rows, and gets its embeddings before.
+    """
 
     turn_id: str
     chunk: Chunk
     draft: DraftRequest | None = None
+    span: ImageSpan | None = None
 
     def with_drafts(self, tokens: Sequence[int]) -> DecodeRow:
         """Return the row with the draft model's tokens, of which there may be none."""
@@ -150,8 +155,16 @@ class DecodePass:
 
 
 @dataclass(frozen=True, slots=True)
+class RowEncoding:
+    """A turn needs the embeddings of a run of rows, whose pixels are there."""
+
+    turn_id: str
+    span: ImageSpan
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: make the moves in order, then admit, then run the decode passes.
+    """One step: make the moves in order, then admit, then encode, then run the decode passes.
 
     The chunks' slots are those after the moves. ``fetches`` are keys of parked sequences to load from disk meanwhile.
     ``preemptions`` are turns that lose their slot and wait again. ``reasons`` explains the decisions.
@@ -163,11 +176,12 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     passes: tuple[DecodePass, ...] = ()
     reasons: tuple[str, ...] = ()
+    encoding: RowEncoding | None = None
 
     @property
     def empty(self) -> bool:
         """Whether the backend has nothing to do."""
-        return not (self.moves or self.passes)
+        return not (self.moves or self.passes or self.encoding)
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
@@ -175,6 +189,8 @@ class StepPlan:
         ids = [row.turn_id for each in self.passes for row in each.rows]
         ids += [admission.turn_id for admission in self.admissions]
         ids += self.preemptions
+        if self.encoding is not None:
+            ids.append(self.encoding.turn_id)
         for move in self.moves:
             ids += move.turn_ids
         return tuple(dict.fromkeys(ids))
@@ -198,6 +214,7 @@ class PlanBuilder:
     preempted: list[EngineRequest] = field(default_factory=list)
     unsettled: set[Slot] = field(default_factory=set)
     replaced: set[str] = field(default_factory=set)
+    encoding: RowEncoding | None = None
 
     def plan(self, passes: list[DecodePass]) -> StepPlan:
         """Return the finished plan."""
@@ -208,6 +225,7 @@ class PlanBuilder:
             admissions=tuple(self.admissions),
             passes=tuple(passes),
             reasons=tuple(self.reasons),
+            encoding=self.encoding,
         )
 
 
@@ -225,30 +243,35 @@ def prefill_passes(
     Each chunk is one cell of the grid, so an answer never depends on how many fit a step. Prompts are prefilled one
     after the other, the highest class first and within it by ``EngineRequest.due``: a short prompt overtakes a long
     one, but not indefinitely. None is prefilled past its ``step_end``. A pass holds chunks of one length and at most
-    ``pass_tokens``, because llama.cpp would split it otherwise.
+    ``pass_tokens``, because llama.cpp would split it otherwise. A run of rows is a pass of its own.
     """
-    cells: dict[tuple[int, int], list[DecodeRow]] = {}
+    cells: dict[tuple[int, int, bool], list[DecodeRow]] = {}
     for nth, row in _prefill_chunks(requests, grid_tokens):
         n_tokens = len(row.chunk.tokens)
         if cells and n_tokens > budget_tokens:
             break
         budget_tokens -= n_tokens
-        cells.setdefault((nth, n_tokens), []).append(row)
+        cells.setdefault((nth, n_tokens, row.span is not None), []).append(row)
     passes: list[DecodePass] = []
-    for (_, length), rows in sorted(cells.items(), key=lambda item: item[0]):
+    for (_, length, of_image), rows in sorted(cells.items(), key=lambda item: item[0]):
         rows.sort(key=_slot_of)
-        width = max(1, pass_tokens // length)
+        width = 1 if of_image else max(1, pass_tokens // length)
         passes.extend(DecodePass(tuple(rows[at : at + width]), prefill=True) for at in range(0, len(rows), width))
     return tuple(passes)
 
 
+def prefill_order(request: EngineRequest) -> tuple[int, int, int]:
+    """Return the key by which prompts are prefilled."""
+    return request.effective_priority, request.due, request.arrival
+
+
 def _prefill_chunks(requests: Iterable[EngineRequest], grid_tokens: int) -> Iterator[tuple[int, DecodeRow]]:
     """Yield the remaining chunks of the prompts in order, each with its number in its prompt."""
-    for request in sorted(requests, key=lambda request: (request.effective_priority, request.due, request.arrival)):
+    for request in sorted(requests, key=prefill_order):
         start, nth = request.kv_tokens, 0
         while start < request.step_end:
             end = request.chunk_end(start, grid_tokens)
-            yield nth, DecodeRow(request.turn_id, _chunk(request, start, end))
+            yield nth, DecodeRow(request.turn_id, _chunk(request, start, end), span=request.span_at(start))
             start, nth = end, nth + 1
 
 
@@ -278,10 +301,9 @@ class StepOutcome:
     moves, lost an idle session's KV. ``ended`` turns are finished; the ``lost`` ones among them left no KV. ``stalled``
     turns are unchanged and decode again with the next step, the first of them after ``wait_s`` where samplers wait.
 
-    ``prefill_s`` is the time for prefilling ``prefill_tokens``, ``decode_s`` the time of the decode pass and
-    ``draft_s`` that of the draft model in it.
-    ``move_times`` lists each park, restore and copy, ``stages`` those made for a turn, with its id; ``n_parked``
-    sequences were parked.
+    ``encode_s`` is the time for encoding an image, ``prefill_s`` that for prefilling ``prefill_tokens``, ``decode_s``
+    the time of the decode pass and ``draft_s`` that of the draft model in it. ``move_times`` lists each park, restore
+    and copy, ``stages`` those made for a turn, with its id; ``n_parked`` sequences were parked.
     """
 
     events: list[TurnEvent] = field(default_factory=list)
@@ -297,6 +319,7 @@ class StepOutcome:
     wait_s: float = 0.0
     prefill_tokens: int = 0
     prefill_s: float = 0.0
+    encode_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0
     move_times: list[MoveTime] = field(default_factory=list)

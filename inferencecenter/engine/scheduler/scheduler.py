@@ -11,7 +11,7 @@ between steps (``check_integrity``): each running turn owns exactly one slot, th
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, prompt_too_long
 from inferencecenter.engine.scheduler.placement import (
@@ -27,8 +27,10 @@ from inferencecenter.engine.scheduler.plan import (
     ParkSlot,
     PlanBuilder,
     RestoreSlot,
+    RowEncoding,
     TruncateSlot,
     decode_pass,
+    prefill_order,
     prefill_passes,
 )
 from inferencecenter.engine.scheduler.queue import KvLoads, PrefixWaiters, TurnQueue
@@ -46,6 +48,9 @@ from inferencecenter.engine.scheduler.state import (
 from inferencecenter.ipc.messages import PrefillProgress
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inferencecenter.engine.images import ImageSpan
     from inferencecenter.engine.scheduler.placement import ParkedKv
     from inferencecenter.engine.scheduler.plan import DecodePass, StepOutcome, StepPlan
     from inferencecenter.engine.scheduler.state import Slot
@@ -136,6 +141,19 @@ class Quantum:
             self._token_s = ewma(self._token_s, decode_s / generated_tokens, weight=_QUANTUM_EWMA_WEIGHT)
 
 
+class RowSource(Protocol):
+    """Which rows of images have embeddings, as the scheduler needs it."""
+
+    def is_ready(self, span: ImageSpan) -> bool:
+        """Return whether a run has embeddings."""
+
+    def can_encode(self, span: ImageSpan) -> bool:
+        """Return whether the pixels of a run are there."""
+
+    def request(self, span: ImageSpan) -> None:
+        """Request the pixels of a run, unless they have been."""
+
+
 class Scheduler:
     """Plans each step from the waiting turns, the running turns and the content of the slots.
 
@@ -155,6 +173,7 @@ class Scheduler:
         draft_tokens: Most tokens that a turn drafts in a step; needs ``can_truncate``.
         lookup: Whether turns draft from their own text.
         draft_cost: Cost of a decode of the draft model, in units of one of the model; ``None`` without a draft model.
+        images: Which rows of images exist; ``None`` for a model that does not see.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
@@ -172,6 +191,7 @@ class Scheduler:
         draft_tokens: int = 0,
         lookup: bool = True,
         draft_cost: float | None = None,
+        images: RowSource | None = None,
     ) -> None:
         self._n_ctx = n_ctx
         self._grid_tokens = grid_tokens
@@ -179,6 +199,7 @@ class Scheduler:
         self._drafting = DraftPlanner(
             draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens, lookup=lookup, draft_cost=draft_cost
         )
+        self._images = images
         self._ageing_s = ageing_s
         self._budget = PrefillBudget(target_step_s=target_step_s, floor_tokens=grid_tokens)
         self._quantum = Quantum(quantum_tokens)
@@ -232,13 +253,15 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Whether ``step`` would plan nothing until a fetch ends or limits are lifted, although there are turns.
+        """Whether ``step`` would plan nothing until a fetch ends, pixels arrive or limits are lifted.
 
         Valid between steps. A caller that sleeps on it must wake at the end of every fetch and also periodically: a
         turn stops waiting for a disk that does not respond.
         """
-        waits_for_others = self._queue.kv_loads or self._queue.wait_queue.barred
-        if self._running or self._released or self._queue.prefix_waiters or not waits_for_others:
+        waits_for_pixels = [request for request in self._running.values() if self._waits_for_pixels(request)]
+        waits_for_others = self._queue.kv_loads or self._queue.wait_queue.barred or waits_for_pixels
+        works = len(waits_for_pixels) < len(self._running)
+        if works or self._released or self._queue.prefix_waiters or not waits_for_others:
             return False
         return self._planned_nothing or not self._queue.wait_queue
 
@@ -304,6 +327,14 @@ class Scheduler:
     def stale_fetches(self) -> tuple[str, ...]:
         """Return the parked sequences to stop loading, because no turn waits for them any more."""
         return self._queue.kv_loads.take_stale()
+
+    def turns_with(self, digest: str) -> tuple[str, ...]:
+        """Return the turns whose prompt has an image with this digest."""
+        return tuple(
+            turn_id
+            for turn_id, request in self._requests.items()
+            if any(span.image.digest == digest for span in request.spans)
+        )
 
     def positions(self) -> tuple[tuple[str, int], ...]:
         """Return the queue positions that changed since the last call; 0 for a turn that waited and now runs.
@@ -389,7 +420,44 @@ class Scheduler:
             return [decode_pass(decoding, self._drafting.drafts(decoding))]
         self._reads_next = False
         self._generates = False
-        return self._read(builder, reading, n_decoding=len(decoding), now=now) if reading else []
+        builder.encoding = self._next_encoding(reading)
+        ready = [request for request in reading if request.kv_tokens < request.step_end]
+        if builder.encoding is not None or not ready:
+            return []
+        return self._read(builder, ready, n_decoding=len(decoding), now=now)
+
+    def _next_encoding(self, reading: Iterable[EngineRequest]) -> RowEncoding | None:
+        """Limit each prompt to the rows that have embeddings, and request the pixels of the next rows.
+
+        Returns the rows to encode if they belong to the prompt that comes first.
+        """
+        if self._images is None:
+            return None
+        encoding, decided = None, False
+        for request in sorted(reading, key=prefill_order):
+            span = self._missing_rows(request)
+            request.row_limit = None if span is None else span.start
+            has_pixels = span is not None and self._images.can_encode(span)
+            if span is not None and not has_pixels:
+                self._images.request(span)
+            waits = request.row_limit == request.kv_tokens
+            if span is not None and waits and has_pixels and not decided:
+                encoding = RowEncoding(request.turn_id, span)
+            decided = decided or has_pixels or not waits
+        return encoding
+
+    def _missing_rows(self, request: EngineRequest) -> ImageSpan | None:
+        """Return a prompt's next rows without embeddings."""
+        assert self._images is not None
+        left = (span for span in request.spans if span.start >= request.kv_tokens)
+        return next((span for span in left if not self._images.is_ready(span)), None)
+
+    def _waits_for_pixels(self, request: EngineRequest) -> bool:
+        """Return whether a running turn is at rows whose pixels have been requested and are not there."""
+        if self._images is None or request.row_limit != request.kv_tokens:
+            return False
+        span = request.span_at(request.kv_tokens)
+        return span is not None and not (self._images.is_ready(span) or self._images.can_encode(span))
 
     def _read(
         self, builder: PlanBuilder, reading: list[EngineRequest], *, n_decoding: int, now: float

@@ -428,6 +428,8 @@ class DraftPlanner:
             self._costs.observe(n_drafts=n_drafts, decode_s=decode_s, draft_s=draft_s)
 
     def _look(self, request: EngineRequest, *, n_turns: int) -> float:
+        if request.spans:
+            return 0.0  # neither a lookup nor the draft model knows what the rows of an image mean
         if request.drafter is None:
             request.drafter = Drafter(self._n_ctx, costs=self._costs, lookup=self._lookup, odds=self._odds)
         return request.drafter.look(request.tokens, n_turns=n_turns)

@@ -23,6 +23,7 @@ from inferencecenter.ipc.messages import LOWEST_CLASS
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from inferencecenter.engine.images import ImageSpan
     from inferencecenter.engine.scheduler.speculation import Drafter
 
 
@@ -86,7 +87,8 @@ class EngineRequest:
     total and since it got its slot; ``read_tokens`` prompt tokens have been charged. ``cut_tokens`` is a prompt
     position cut in addition to the grid; while ``snapshot`` is set no step prefills past it, because the slot's content
     at that position will be parked. ``fetches`` and ``follows`` count its waits for the disk and for other turns.
-    ``drafter`` is set once it has generated a token, if drafting is enabled.
+    ``drafter`` is set once it has generated a token, if drafting is enabled. ``spans`` are the rows of images in the
+    prompt, and no step prefills past ``row_limit``, the first of them without embeddings.
     """
 
     turn_id: str
@@ -116,6 +118,8 @@ class EngineRequest:
     fetches: int = 0
     follows: int = 0
     drafter: Drafter | None = None
+    spans: tuple[ImageSpan, ...] = ()
+    row_limit: int | None = None
     prompt_tokens: int = field(init=False)
     _state: RequestState = RequestState.WAITING
 
@@ -148,7 +152,18 @@ class EngineRequest:
     @property
     def step_end(self) -> int:
         """Position past which a step must not prefill."""
-        return self.cut_tokens if self.snapshot and self.kv_tokens < self.cut_tokens else len(self.tokens)
+        end = self.cut_tokens if self.snapshot and self.kv_tokens < self.cut_tokens else len(self.tokens)
+        return end if self.row_limit is None else min(end, self.row_limit)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Most tokens whose KV may come from elsewhere: the last one is decoded, and with it the run that it ends."""
+        last = len(self.tokens) - 1
+        return next((span.start for span in self.spans if span.start <= last < span.end), last)
+
+    def span_at(self, start: int) -> ImageSpan | None:
+        """Return the run of rows that begins at a position."""
+        return next((span for span in self.spans if span.start == start), None)
 
     def periods(self, now: float, ageing_s: float) -> int:
         """Return how many times it has waited ``ageing_s``, at most one more than the class it was submitted in."""
@@ -172,10 +187,18 @@ class EngineRequest:
     def chunk_end(self, start: int, grid_tokens: int) -> int:
         """Return the end of the chunk that begins at ``start``: the next grid line, the cut, or the last token.
 
-        A grid line less than half a cell away is skipped: a pass costs about as much for a few tokens as for a cell.
+        A grid line less than half a cell away is skipped: a pass costs about as much for a few tokens as for a cell. A
+        run of rows is a chunk of its own.
         """
         end = min(len(self.tokens), ((start + grid_tokens // 2) // grid_tokens + 1) * grid_tokens)
-        return self.cut_tokens if start < self.cut_tokens < end else end
+        if start < self.cut_tokens < end:
+            end = self.cut_tokens
+        for span in self.spans:
+            if span.start == start:
+                return span.end
+            if start < span.start < end:
+                return span.start
+        return end
 
 
 @dataclass(slots=True, eq=False)

@@ -24,6 +24,7 @@ from inferencecenter.ipc.messages import EngineLimits, MoveTime, pack_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from inferencecenter.engine.images import ImageSpan, ImageStore
     from inferencecenter.engine.scheduler.plan import DecodeRow, KvMove
 
 GRID_TOKENS = 4
@@ -135,6 +136,7 @@ class SchedulerHarness:
         draft_tokens: How many tokens a turn may draft in a step; then answers change now and then.
         lookup: Whether turns draft from their own text.
         draft_cost: Cost of a decode of the draft model, which errs now and then; ``None`` without one.
+        images: Pixels and embeddings of images; ``None`` for a model that does not see.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class SchedulerHarness:
         draft_tokens: int = 0,
         lookup: bool = True,
         draft_cost: float | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self.store = FakeStore() if store is None else store
         self.can_truncate = can_truncate
@@ -171,7 +174,9 @@ class SchedulerHarness:
             draft_tokens=draft_tokens,
             lookup=lookup,
             draft_cost=draft_cost,
+            images=images,
         )
+        self.images = images
         self.draft_tokens = draft_tokens
         self.pass_tokens = pass_tokens
         self.accepted_tokens = 0
@@ -193,6 +198,7 @@ class SchedulerHarness:
         public: bool = False,
         durable: bool = True,
         answer_tokens: int = 0,
+        spans: tuple[ImageSpan, ...] = (),
     ) -> EngineRequest:
         """Queue a turn; turn and session are named by number if not given."""
         number = len(self.requests)
@@ -207,6 +213,7 @@ class SchedulerHarness:
             prefix_tokens=prefix_tokens,
             public=public,
             durable=durable,
+            spans=spans,
         )
         self.scheduler.add(request)
         self.requests[request.turn_id] = request
@@ -291,6 +298,9 @@ class SchedulerHarness:
             assert turn_id not in {row.turn_id for each in plan.passes for row in each.rows}
         results.stalled |= results.emptied | results.lost
         self._check_tenants(results.stalled)
+        if plan.encoding is not None and self.images is not None:
+            assert not plan.passes, "an image is encoded in a step of its own"
+            self.images.encode(plan.encoding.span)
         for number, each in enumerate(plan.passes):
             self._pass(each, number, faults=faults, results=results)
         self._complete(plan, results, move_s=move_s)
@@ -419,6 +429,12 @@ class SchedulerHarness:
             held = self.kv[row.chunk.slot]
             assert row.chunk.start == len(held)
             tokens = row.chunk.tokens[: len(row.chunk.tokens) - row.chunk.drafts]
+            if row.span is not None and self.images is not None:
+                assert len(each.rows) == 1, "a run of rows is a pass of its own"
+                assert (row.chunk.start, len(tokens)) == (row.span.start, row.span.end - row.span.start)
+                if self.images.rows(row.span) is None:
+                    results.stalled.add(row.turn_id)
+                    continue
             held += [(token, request.client_id) for token in tokens]
             results.decoded[row.turn_id] += len(tokens)
             assert [token for token, _ in held] == request.tokens[: len(held)]
@@ -426,7 +442,8 @@ class SchedulerHarness:
             if row.chunk.sample:
                 self._sample(row, faults, results)
             else:
-                assert len(held) % GRID_TOKENS == 0 or len(held) == request.prefix_tokens
+                cuts = {request.prefix_tokens, *(end for span in request.spans for end in span[:2])}
+                assert len(held) % GRID_TOKENS == 0 or len(held) in cuts
 
     def _sample(self, row: DecodeRow, faults: Faults, results: Results) -> None:
         """Sample the next token, and those behind accepted drafts, up to the answer's end."""

@@ -1,0 +1,61 @@
+"""Writes projectors of random weights: a vision transformer of one layer that is used, and a projection of two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+IMAGE_SIDE, PATCH_SIDE = 32, 8
+ROWS = (IMAGE_SIDE // PATCH_SIDE) ** 2
+_WIDTH, _HEADS, _FFN = 32, 2, 64
+# llama.cpp leaves out the last layer of this kind.
+_LAYERS = 2
+
+
+def write_projector(path: Path, *, n_embd: int, kind: str = "mlp") -> None:
+    """Write a projector for a model of width ``n_embd``: an image is resized to a square and has ``ROWS`` rows."""
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_name("tiny projector")
+    writer.add_string("clip.projector_type", kind)
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool("clip.use_gelu", True)
+    for name, value in (
+        ("embedding_length", _WIDTH),
+        ("feed_forward_length", _FFN),
+        ("block_count", _LAYERS),
+        ("projection_dim", n_embd),
+        ("attention.head_count", _HEADS),
+        ("image_size", IMAGE_SIDE),
+        ("patch_size", PATCH_SIDE),
+    ):
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    random = np.random.default_rng(11)
+
+    def tensor(name: str, *shape: int) -> None:
+        writer.add_tensor(name, random.normal(0, 0.3, shape).astype(np.float32))
+
+    tensor("v.patch_embd.weight", _WIDTH, 3, PATCH_SIDE, PATCH_SIDE)
+    tensor("v.position_embd.weight", ROWS, _WIDTH)
+    for layer in range(_LAYERS):
+        for name in ("ln1", "ln2"):
+            tensor(f"v.blk.{layer}.{name}.weight", _WIDTH)
+            tensor(f"v.blk.{layer}.{name}.bias", _WIDTH)
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            tensor(f"v.blk.{layer}.{name}.weight", _WIDTH, _WIDTH)
+        tensor(f"v.blk.{layer}.ffn_up.weight", _FFN, _WIDTH)
+        tensor(f"v.blk.{layer}.ffn_down.weight", _WIDTH, _FFN)
+    for number, rows, columns in ((0, _FFN, _WIDTH), (2, n_embd, _FFN)):
+        tensor(f"mm.{number}.weight", rows, columns)
+        tensor(f"mm.{number}.bias", rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
