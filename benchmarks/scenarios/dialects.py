@@ -32,7 +32,7 @@ _ECHO_DELAY_MS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class ApiCost:
     """What a closed loop gave, and what each of its tokens cost the front."""
 
     loop: throughput.Throughput
@@ -43,12 +43,12 @@ class Spoken:
         return (*self.loop.metrics(), Metric("front CPU a token", "µs", self.front_us_per_token, "lower"))
 
 
-def read(measured: Measured[Turns]) -> Spoken:
+def read(measured: Measured[Turns]) -> ApiCost:
     """Return the figures of a closed loop: rates of the busy window, and the front's CPU of the whole run."""
     assert measured.before is not None and measured.after is not None, "the daemon is our own"  # noqa: PT018
     tokens = sum(turn.tokens for turns in measured.answer.clients for turn in turns)
     front_s = measured.after.front.cpu_s - measured.before.front.cpu_s
-    return Spoken(throughput.read(measured), front_s / tokens * 1e6)
+    return ApiCost(throughput.read(measured), front_s / tokens * 1e6)
 
 
 async def run(bench: Bench) -> Report:

@@ -141,7 +141,7 @@ class _Restarts:
         async with launch(self._settings, self._state_dir) as launched:
             left = await self._leave(launched, self._text(n_tokens, seed, first=True), by=by)
         async with launch(self._settings, self._state_dir) as launched:
-            return await self._come_back(launched, left, seed=seed + 1)
+            return await self._resume(launched, left, seed=seed + 1)
 
     async def _leave(self, launched: Launch, text: str, *, by: RestartBy) -> _Left:
         daemon = await launched.ready()
@@ -154,7 +154,7 @@ class _Restarts:
         await (launched.stop() if by == "term" else launched.kill())
         return _Left(created, first, answer, time.monotonic() - stopping_s)
 
-    async def _come_back(self, launched: Launch, left: _Left, *, seed: int) -> Restart:
+    async def _resume(self, launched: Launch, left: _Left, *, seed: int) -> Restart:
         session_id = named(left.created)
         async with open_line(await launched.listening()) as line:
             answered = await line.request(

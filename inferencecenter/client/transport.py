@@ -36,7 +36,7 @@ _EVENTS: Final[Mapping[str, type[Event]]] = MappingProxyType(
 )
 _MAX_FRAME_BYTES: Final = 2**26
 _CLOSE_TIMEOUT_S: Final = 2.0
-_LAST_WORD_S: Final = 1.0
+_CLOSE_FRAME_TIMEOUT_S: Final = 1.0
 _HTTP_ERRORS: Final = {401: ErrorCode.NOT_AUTHENTICATED, 403: ErrorCode.FORBIDDEN, 429: ErrorCode.RATE_LIMITED}
 
 
@@ -153,18 +153,18 @@ async def _enter(socket: ClientConnection, address: Address) -> Transport:
         if isinstance(answer, AuthSuccess):
             return Transport(socket, greeting, answer)
         if isinstance(answer, AuthFailed):
-            raise await _not_let_in(socket, answer)
+            raise await _authentication_failure(socket, answer)
         if isinstance(answer, Error):
             raise as_exception(answer)
 
 
-async def _not_let_in(socket: ClientConnection, answer: AuthFailed) -> InferenceCenterError:
+async def _authentication_failure(socket: ClientConnection, answer: AuthFailed) -> InferenceCenterError:
     """Return why authentication failed: an invalid credential, or a valid one that is refused by a close code."""
     message = f"the daemon refuses the credential: {answer.reason}"
     if answer.retry_after_ms is None:
         with contextlib.suppress(TimeoutError, websockets.ConnectionClosed):
             await socket.send(requests.Hello(op="hello", protocol=PROTOCOL_VERSION).model_dump_json(exclude_none=True))
-            async with asyncio.timeout(_LAST_WORD_S):
+            async with asyncio.timeout(_CLOSE_FRAME_TIMEOUT_S):
                 await socket.recv()
     code = ErrorCode.NOT_AUTHENTICATED
     if answer.retry_after_ms is not None or socket.close_code is not None:

@@ -47,7 +47,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
-    _volunteer_for_oom_kill()
+    _prefer_for_oom_kill()
     try:
         heartbeat_fd, *_ = receive_descriptors(connection)  # the others stay open for the front
     except ConnectionError:
@@ -168,7 +168,7 @@ def _die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def _volunteer_for_oom_kill() -> None:
+def _prefer_for_oom_kill() -> None:
     """Make the OOM killer prefer this process, which holds no only copy of anything, to the front."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))

@@ -47,10 +47,10 @@ class Job:
 
     def each(self, items: Sequence[_Item]) -> Sequence[_Item]:
         """Return the items as a sequence whose items raise ``JobCancelledError`` once the job is cancelled."""
-        return _Wanted(self, items)
+        return _CancellableItems(self, items)
 
 
-class _Wanted(Sequence[_Item]):
+class _CancellableItems(Sequence[_Item]):
     def __init__(self, job: Job, items: Sequence[_Item]) -> None:
         self._job = job
         self._items = items

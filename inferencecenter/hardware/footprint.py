@@ -88,7 +88,7 @@ def compute_bytes(model: ModelShape, setup: RuntimeConfig, *, transfers: int = 0
     return max(needed, logits) + mask + (transfers * e + (_PIPELINE_COPIES - 1) * mask if transfers else 0)
 
 
-def lending_bytes(model: ModelShape, setup: RuntimeConfig, *, largest_bytes: int, kv_layer_bytes: int) -> int:
+def offload_compute_bytes(model: ModelShape, setup: RuntimeConfig, *, largest_bytes: int, kv_layer_bytes: int) -> int:
     """Return the buffer of a GPU that computes prompts also for layers in the host's memory.
 
     Their weights are copied to it, one tensor at a time, and the KV of one layer: ``largest_bytes`` is the largest

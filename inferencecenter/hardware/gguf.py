@@ -67,7 +67,7 @@ _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _CHUNK_BYTES: Final = 2**22
 _SUMMARY_BYTES: Final = 2**20
-_GLANCE_CHUNK_BYTES: Final = 2**15
+_SUMMARY_CHUNK_BYTES: Final = 2**15
 _MAX_TENSORS: Final = 100_000
 _MAX_ENTRIES: Final = 100_000
 _MAX_NAME_BYTES: Final = 2**16 - 1
@@ -171,7 +171,7 @@ def read_summary(path: Path) -> dict[str, Value]:
     # Any error ends the parsing, as in a damaged file: the metadata before it is returned.
     with suppress(Exception), path.open("rb") as file:
         size_bytes = min(path.stat().st_size, _SUMMARY_BYTES)
-        for name, value in _Header(path, file, size_bytes, chunk_bytes=_GLANCE_CHUNK_BYTES).metadata():
+        for name, value in _Header(path, file, size_bytes, chunk_bytes=_SUMMARY_CHUNK_BYTES).metadata():
             if name.startswith("tokenizer."):
                 break
             found[name] = value

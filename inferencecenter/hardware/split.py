@@ -14,7 +14,13 @@ from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from inferencecenter.hardware.explain import advice, reasons
-from inferencecenter.hardware.footprint import RuntimeConfig, compute_bytes, host_compute_bytes, kv_bytes, lending_bytes
+from inferencecenter.hardware.footprint import (
+    RuntimeConfig,
+    compute_bytes,
+    host_compute_bytes,
+    kv_bytes,
+    offload_compute_bytes,
+)
 from inferencecenter.hardware.placement import (
     MIB,
     NO_DEMAND,
@@ -61,22 +67,22 @@ def place(  # noqa: PLR0913 - what is placed, and where
     start = first_on_gpu(model, n_gpu_layers)
     units = list(_units(model, setup, start, experts_in_host)) if n_gpu_layers else []
     buffers = [_buffer_bytes(model, setup, number, len(devices), division) for number in range(len(devices))]
-    rooms = [
+    available = [
         usable_bytes(device, constraints) - buffer - CONTEXT_BYTES
         for device, buffer in zip(devices, buffers, strict=True)
     ]
     drafting, host_drafting = _draft_demand(model.draft, setup, on_gpu=draft_on_gpu)
     if draft_on_gpu:
-        rooms[0] -= drafting.bytes
+        available[0] -= drafting.bytes
     sizes = [weights + kv for weights, kv in units]
     counts = None
     if constraints.tensor_split and len(devices) == len(constraints.tensor_split):
         counts = by_proportion(constraints.tensor_split, len(sizes))
     elif devices:
-        counts = _evenly_filled(sizes, rooms)
-    fits = counts is not None and _holds(sizes, counts, rooms)
+        counts = _evenly_filled(sizes, available)
+    fits = counts is not None and _holds(sizes, counts, available)
     if counts is None:
-        counts = by_proportion([max(1, room) for room in rooms], len(sizes)) if devices else ()
+        counts = by_proportion([max(1, room) for room in available], len(sizes)) if devices else ()
     return Placement(
         setup=setup,
         devices=devices,
@@ -159,7 +165,7 @@ def _buffer_bytes(
         if number:
             return compute_bytes(model, setup)
         in_host = [*model.layers[:start], *model.layers[start : start + experts_in_host]]
-        return lending_bytes(
+        return offload_compute_bytes(
             model,
             setup,
             largest_bytes=max(layer.largest_bytes for layer in in_host),
@@ -178,15 +184,15 @@ def _host_weight_bytes(model: ModelShape, start: int, experts_in_host: int, *, o
     return model.embedding_bytes + layers + experts + (own_output if output else 0)
 
 
-def _evenly_filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+def _evenly_filled(sizes: Sequence[int], available: Sequence[int]) -> tuple[int, ...] | None:
     """Return how many consecutive units each device gets when all are filled to about the same fraction."""
-    counts = _filled(sizes, rooms)
-    if counts is None or len(rooms) == 1:
+    counts = _filled(sizes, available)
+    if counts is None or len(available) == 1:
         return counts
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = _filled(sizes, [int(room * middle) for room in rooms])
+        found = _filled(sizes, [int(room * middle) for room in available])
         if found is None:
             low = middle
         else:
@@ -194,10 +200,10 @@ def _evenly_filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...
     return counts
 
 
-def _filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+def _filled(sizes: Sequence[int], available: Sequence[int]) -> tuple[int, ...] | None:
     """Return how many consecutive units each device gets when they are filled one after the other."""
     counts, next_unit = [], 0
-    for room in rooms:
+    for room in available:
         left, count = room, 0
         while next_unit < len(sizes) and sizes[next_unit] <= left:
             left -= sizes[next_unit]
@@ -207,8 +213,8 @@ def _filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | Non
     return tuple(counts) if next_unit == len(sizes) else None
 
 
-def _holds(sizes: Sequence[int], counts: Sequence[int], rooms: Sequence[int]) -> bool:
-    return all(sum(own) <= room for own, room in zip(_cut(sizes, counts), rooms, strict=True))
+def _holds(sizes: Sequence[int], counts: Sequence[int], available: Sequence[int]) -> bool:
+    return all(sum(own) <= room for own, room in zip(_cut(sizes, counts), available, strict=True))
 
 
 def _cut(units: Sequence[_Unit], counts: Sequence[int]) -> Iterator[Sequence[_Unit]]:

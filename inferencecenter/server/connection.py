@@ -13,7 +13,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.server.hub import EXPIRED, Deadline
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
-from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S
+from inferencecenter.server.websocket import CLOSE_FRAME_TIMEOUT_S, LINGER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +165,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
 
     def close(self, code: CloseCode, reason: str) -> None:
         """Close after all queued frames; the socket is closed for reading and writing."""
-        linger_s = LINGER_S if self.authenticated else LAST_WORD_S
+        linger_s = LINGER_S if self.authenticated else CLOSE_FRAME_TIMEOUT_S
         self._end((code, reason, linger_s), write_rest=True)
 
     def evict(self) -> None:
@@ -254,7 +254,9 @@ class SocketConnection(ABC, Generic[OutboxT]):
     def _too_slow(self) -> None:
         _log.warning("slow_reader", client=self.client_id or None, address=self.address)
         # Not at once: a session may be in the middle of publishing.
-        asyncio.get_running_loop().call_soon(self._end, (CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S))
+        asyncio.get_running_loop().call_soon(
+            self._end, (CloseCode.TOO_SLOW, "too slow a reader", CLOSE_FRAME_TIMEOUT_S)
+        )
 
     def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool = False) -> None:
         """Close once: with a code, a reason and the peer's time to answer in seconds, or silently with ``None``."""

@@ -254,10 +254,12 @@ class ConnectionHub:
         """Send an event to every authenticated socket."""
         _each((each for each in self._connections if each.authenticated), lambda each: each.send(event))
 
-    def notify_client(self, client_id: str, event: Event, knowing: tuple[object, ...]) -> None:
+    def notify_client(self, client_id: str, event: Event, excluded: tuple[object, ...]) -> None:
         """Send an event to the sockets of a client, except those excluded and those of the first protocol."""
-        hearing = [each for each in self.of_client(client_id) if each.v1 and not any(each is one for one in knowing)]
-        _each(hearing, lambda each: each.send(event))
+        recipients = [
+            each for each in self.of_client(client_id) if each.v1 and not any(each is one for one in excluded)
+        ]
+        _each(recipients, lambda each: each.send(event))
 
     def close_revoked(self, living_tokens: frozenset[str]) -> None:
         """Close the sockets whose token is not among ``living_tokens``."""

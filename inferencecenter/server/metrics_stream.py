@@ -80,7 +80,6 @@ class GpuCache:
 
 FRESH_S: Final = 0.05
 """Maximum age of a shared GPU reading; half of the shortest interval."""
-PATIENCE_S: Final = 1.0
 _MB: Final = 2**20  # as in nvidia-smi
 
 _log = structlog.get_logger(__name__)
@@ -99,7 +98,7 @@ class MetricsSampler:
 
     The GPU is read off the event loop, by one thread at a time and for all callers within ``FRESH_S``, so that the
     number of subscriptions, which a client may have on each socket, does not affect the number of threads. A driver
-    that does not answer within ``PATIENCE_S`` counts as no GPU.
+    that does not answer within ``GPU_TIMEOUT_S`` counts as no GPU.
 
     Args:
         gpu: The GPU in use.
@@ -136,7 +135,7 @@ class MetricsSampler:
         if reading is None or (reading.done() and now_s - self._begun_at_s >= FRESH_S):
             reading = self._reading = asyncio.get_running_loop().run_in_executor(None, self._gpu.read)
             self._begun_at_s = now_s
-        done, _ = await asyncio.wait([reading], timeout=PATIENCE_S)
+        done, _ = await asyncio.wait([reading], timeout=GPU_TIMEOUT_S)
         return reading.result() if done else NO_GPU
 
 

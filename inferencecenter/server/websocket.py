@@ -30,7 +30,7 @@ NOT_SENT_LOW_WATER_BYTES: Final = 16 * 1024
 _HIGH_WATER_BYTES: Final = 32 * 1024
 _LOW_WATER_BYTES: Final = 8 * 1024
 LINGER_S: Final = 5.0
-LAST_WORD_S: Final = 1.0
+CLOSE_FRAME_TIMEOUT_S: Final = 1.0
 """Seconds for a close frame to reach a peer that seems to have stopped reading."""
 SCOPE_KEY: Final = "websocket"
 _PIECE_BYTES: Final = 8 * 1024
@@ -253,7 +253,7 @@ class WebSocket(WebSocketsSansIOProtocol):
             self._alive = False
             self.pong_timer = self.loop.call_later(self.ping_timeout, self.keepalive_timeout)
             return
-        self.finish(CloseCode.INTERNAL, "keepalive ping timeout", linger_s=LAST_WORD_S)
+        self.finish(CloseCode.INTERNAL, "keepalive ping timeout", linger_s=CLOSE_FRAME_TIMEOUT_S)
 
     def send_keepalive_ping(self) -> None:
         self._alive = False

@@ -596,8 +596,8 @@ class SessionNotifier:
         for reader in self._handlers:
             journal.release(partial(reader, client_id, event, (by,)))
 
-    def _notify(self, session: LiveSession, event: Event, *knowing: EventSink | None) -> None:
+    def _notify(self, session: LiveSession, event: Event, *excluded: EventSink | None) -> None:
         if session.config.stateless:
             return
         for reader in self._handlers:
-            session.journal.release(partial(reader, session.config.client_id, event, knowing))
+            session.journal.release(partial(reader, session.config.client_id, event, excluded))

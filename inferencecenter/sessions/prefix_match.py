@@ -49,7 +49,7 @@ def find_longest_prefix(
     best: PrefixMatch | None = None
     arguments = ArgumentComparison()
     for session_id, history in histories:
-        if best is not None and not _can_beat(history.messages, messages, best, arguments):
+        if best is not None and not _may_match_better(history.messages, messages, best, arguments):
             continue
         found = _match(session_id, history, messages, arguments)
         if found is not None and (best is None or _rank(found) > _rank(best)):
@@ -107,10 +107,10 @@ def is_unnamed(call_id: str | None) -> bool:
     return call_id is not None and call_id.startswith(UNNAMED)
 
 
-def _can_beat(
+def _may_match_better(
     held: Sequence[ChatMessage], sent: Sequence[ChatMessage], best: PrefixMatch, arguments: ArgumentComparison
 ) -> bool:
-    """Compare one message to skip sessions that cannot beat ``best``: a client may have many long, similar ones."""
+    """Compare one message to skip sessions that cannot match better than ``best``: a client may have many long, similar ones."""
     n = best.n_messages
     if len(held) > n:
         return n < len(sent) - 1 and same_message(held[n], sent[n], arguments)

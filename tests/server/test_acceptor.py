@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
 async def tick() -> None:
@@ -87,7 +87,7 @@ class AcceptorHarness:
 
     async def admitted(self) -> None:
         """Wait until one more is accepted."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await self.came.acquire()
 
 
@@ -107,7 +107,7 @@ async def test_descriptor_exhaustion_evicts_idle_connections(harness: AcceptorHa
         for _ in range(3):
             harness.failing.errors = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
             await harness.connect_and_close()
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 while harness.failing.errors:
                     await tick()
             assert harness.came.locked()
@@ -123,7 +123,7 @@ async def test_connection_waits_for_its_delay(harness: AcceptorHarness, clock: L
     """It is accepted, and not read before it is due."""
     harness.delay_s = 3.0
     _, writer = await asyncio.open_connection(*harness.listening.getsockname())
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not harness.failing.n_accepted:
             await tick()
     await clock.go_on(2.0)
@@ -159,7 +159,7 @@ async def test_waiting_acceptor_can_be_closed(harness: AcceptorHarness, clock: L
     """It does not resume."""
     harness.failing.errors = [OSError(errno.ENOMEM, "no memory")]
     await harness.connect_and_close()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         while not harness.wanted_room:
             await tick()
     harness.acceptor.close()
@@ -186,13 +186,13 @@ async def test_server_recovers_from_descriptor_exhaustion(serve: Serve, clock: L
                 loop = asyncio.get_running_loop()
                 await loop.sock_connect(waiting, ("127.0.0.1", server.port))
                 await loop.sock_sendall(waiting, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(TIMEOUT_S):
                     while not logs:
                         await tick()
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert [line["event"] for line in logs] == ["accept_failed"]
         await clock.go_on(listener.RETRY_S)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             assert (await loop.sock_recv(waiting, 100)).startswith(b"HTTP/1.1 200 ")
         waiting.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.core.tasks import RESTART_MIN_S, TaskGroup
 from inferencecenter.hardware.nvml import GpuReading
-from inferencecenter.server.metrics_stream import FRESH_S, PATIENCE_S, MetricsSampler
+from inferencecenter.server.metrics_stream import FRESH_S, GPU_TIMEOUT_S, MetricsSampler
 from tests.server.harness import Running, StubGpu, ask, ready, receive, stub_context
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ async def test_blocked_driver_gives_frames_without_gpu(clock: LoopClock) -> None
         for _ in range(3):
             taking = loop.create_task(sources.sample())
             await asyncio.wait_for(asked.wait(), 60)
-            await clock.go_on(PATIENCE_S)
+            await clock.go_on(GPU_TIMEOUT_S)
             assert (await taking).gpu.name is None
     finally:
         answer.set()

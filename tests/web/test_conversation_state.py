@@ -190,7 +190,7 @@ async def test_too_long_prompt_is_explained(browser: Browser, echo: Daemon) -> N
         problem = visit.answers.first.get_by_role("alert")
         await expect(problem).to_contain_text("This message is too long for the model.")
         await expect(problem).to_contain_text(
-            re.compile(r"[\d,]+ fit, with the answer\. Shorten it, or start a new chat\.")
+            re.compile(r"the limit, including the answer, is [\d,]+\. Shorten it, or start a new chat\.")
         )
 
 

@@ -188,7 +188,7 @@ async def test_choice_of_language_is_kept(browser: Browser, echo: Daemon) -> Non
         await visit.composer.fill("A draft")
         await visit.button("Conversation settings").click()
         chooser = visit.page.get_by_role("combobox", name="Language")
-        await expect(chooser.locator("option")).to_have_text(["As the browser", "Deutsch", "English"])
+        await expect(chooser.locator("option")).to_have_text(["As in the browser", "Deutsch", "English"])
         await chooser.select_option("de")
         message = visit.page.get_by_role("textbox", name="Nachricht")
         await expect(message).to_have_value("A draft")

@@ -61,7 +61,7 @@ async def test_servers_and_their_tools_are_shown(browser: Browser, tooled: Daemo
         await expect(drawer).to_contain_text("Cannot be used: no connection")
         await drawer.get_by_text("8 tools").click()
         await expect(drawer).to_contain_text("The weather of a city.")
-        await expect(drawer).to_contain_text("get_weather runs without a question")
+        await expect(drawer).to_contain_text("get_weather runs without confirmation")
         assert await barriers(visit) == []
         await drawer.get_by_role("checkbox", name="weather").check()
         await visit.page.reload()

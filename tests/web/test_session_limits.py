@@ -93,7 +93,7 @@ async def test_full_archive_is_explained_in_the_page(browser: Browser, small: Da
             await client.create(metadata={"title": f"Old {n}"})
     async with signed_in(browser, small) as visit:
         again = visit.button("Try again", inside=visit.answers)
-        await expect(visit.page.locator(".limits")).to_contain_text("Their space is full")
+        await expect(visit.page.locator(".limits")).to_contain_text("The space for conversations is full")
         search = visit.page.get_by_role("searchbox")
         await search.fill("Old 3")
         await visit.conversation("Old 3").click()
@@ -115,7 +115,7 @@ async def test_full_archive_is_explained_in_the_page(browser: Browser, small: Da
         await visit.conversation("Old 0").press("Delete")
         await visit.button("Delete", inside=visit.page.get_by_role("dialog")).click()
         await expect(visit.conversation("Old 0")).to_have_count(0)
-        await expect(visit.page.locator(".limits")).to_contain_text("99 % of their space is used")
+        await expect(visit.page.locator(".limits")).to_contain_text("99 % of the space for conversations is used")
         await again.click()
         await expect(await visit.answered()).to_contain_text("New question.")
     told = await _sessions(small)

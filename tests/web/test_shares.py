@@ -78,7 +78,9 @@ async def test_another_account_reads_a_shared_conversation(
             await expect(owner.button("Create link")).to_be_focused()
             visit.expected = "404"
             await visit.page.reload()
-            await expect(visit.page.get_by_role("alert")).to_have_text("This link has ended, or it is not complete.")
+            await expect(visit.page.get_by_role("alert")).to_have_text(
+                "This link has expired, was revoked, or is not complete."
+            )
             await expect(visit.questions).to_have_count(0)
 
 

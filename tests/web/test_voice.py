@@ -34,7 +34,7 @@ async def test_speech_becomes_text(browser: Browser, echo: Daemon) -> None:
         await expect(visit.composer).to_be_visible()
         await expect(visit.button("Speak")).to_have_count(0)
         await visit.button("Conversation settings").click()
-        await expect(visit.page.get_by_text("may send the audio to its maker")).to_be_visible()
+        await expect(visit.page.get_by_text("may send the audio to its vendor")).to_be_visible()
         await visit.page.get_by_role("checkbox", name="Voice input").check()
         await visit.button("Close the settings").click()
         await visit.composer.fill("Hello,")

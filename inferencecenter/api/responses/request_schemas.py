@@ -329,14 +329,14 @@ def messages_of(items: Iterable[Item]) -> tuple[ChatMessage, ...]:
     Raises:
         InferenceCenterError: ``invalid_request`` for an assistant's message with too many calls.
     """
-    gathering = _Gathering()
+    builder = _MessageBuilder()
     for item in items:
-        gathering.take(item)
-    gathering.end()
-    return tuple(gathering.messages)
+        builder.take(item)
+    builder.end()
+    return tuple(builder.messages)
 
 
-class _Gathering:
+class _MessageBuilder:
     """Combines reasoning, text and calls of an assistant into one message."""
 
     def __init__(self) -> None:

@@ -204,29 +204,29 @@ class RamTier:
             OSError: A new mapping is needed and cannot be created.
         """
         more_pages = int(need_bytes // mmap.PAGESIZE * _HEADROOM) if grows else 0
-        roomy_bytes = need_bytes + more_pages * mmap.PAGESIZE
-        if roomy_bytes > min(at_most_bytes, room_bytes):
-            roomy_bytes = need_bytes
+        capacity_bytes = need_bytes + more_pages * mmap.PAGESIZE
+        if capacity_bytes > min(at_most_bytes, room_bytes):
+            capacity_bytes = need_bytes
         mapping = self.take_warm(
-            need_bytes, at_most_bytes=at_most_bytes, room_bytes=room_bytes, roomy_bytes=roomy_bytes
+            need_bytes, at_most_bytes=at_most_bytes, room_bytes=room_bytes, capacity_bytes=capacity_bytes
         )
-        return mapping or self.create(roomy_bytes)
+        return mapping or self.create(capacity_bytes)
 
     def take_warm(
-        self, need_bytes: int, *, at_most_bytes: int, room_bytes: int, roomy_bytes: int = 0
+        self, need_bytes: int, *, at_most_bytes: int, room_bytes: int, capacity_bytes: int = 0
     ) -> Mapping | None:
-        """Return a warm mapping as ``take`` does, or ``None``; a resized one gets ``roomy_bytes``."""
-        roomy_bytes = max(need_bytes, roomy_bytes)
+        """Return a warm mapping as ``take`` does, or ``None``; a resized one gets ``capacity_bytes``."""
+        capacity_bytes = max(need_bytes, capacity_bytes)
         for mapping in self._best_first(need_bytes):
             if mapping not in self._warm:  # trimmed to make room for one that could not be resized
                 continue
             fits = need_bytes <= mapping.capacity_bytes <= min(need_bytes * _SLACK, at_most_bytes)
             self._warm.remove(mapping)
-            self.trim(room_bytes - (mapping.capacity_bytes if fits else roomy_bytes))
-            if fits or mapping.resize(roomy_bytes):
+            self.trim(room_bytes - (mapping.capacity_bytes if fits else capacity_bytes))
+            if fits or mapping.resize(capacity_bytes):
                 return mapping
             self._warm.append(mapping)
-        self.trim(room_bytes - roomy_bytes)
+        self.trim(room_bytes - capacity_bytes)
         return None
 
     def give_back(self, mapping: Mapping) -> Mapping | None:

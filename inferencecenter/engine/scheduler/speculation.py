@@ -307,11 +307,11 @@ def allot(
         by_model: Turns whose drafts the draft model makes.
     """
     row_cost = costs.row_of(len(chances))
-    wanting = [index for index, chance in enumerate(chances) if chance > row_cost]
-    free = [index for index in wanting if index not in by_model]
+    worthwhile = [index for index, chance in enumerate(chances) if chance > row_cost]
+    free = [index for index in worthwhile if index not in by_model]
     lengths = [0] * len(chances)
     best = len(chances) / _cost(len(chances), row_cost)
-    for drafting in (free, wanting) if len(free) < len(wanting) else (free,):
+    for drafting in (free, worthwhile) if len(free) < len(worthwhile) else (free,):
         if not drafting:
             continue
         n_modelled = len(drafting) - len(free)

@@ -151,7 +151,7 @@ class SalvageReport:
 
 
 @dataclass(slots=True)
-class _Found:
+class _SalvagedRows:
     """The rows of a file: of each table by session, those of clients, and the names of both from indexes."""
 
     sessions: dict[int, dict[str, Value]] = field(default_factory=dict)
@@ -240,8 +240,8 @@ def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
             yield content
 
 
-def _sort_rows(rows: Iterable[StoredRow]) -> _Found:
-    found = _Found()
+def _sort_rows(rows: Iterable[StoredRow]) -> _SalvagedRows:
+    found = _SalvagedRows()
     for row in rows:
         kinds = _kinds(row.values)
         table = next((each for each in _TABLES if _matches(each, row, kinds)), None)
@@ -256,7 +256,7 @@ def _sort_rows(rows: Iterable[StoredRow]) -> _Found:
     return found
 
 
-def _add_row(found: _Found, table: _Table, row: StoredRow) -> None:
+def _add_row(found: _SalvagedRows, table: _Table, row: StoredRow) -> None:
     n_missing = len(table.columns) - len(row.values)
     values = (*row.values, *table.defaults[len(table.defaults) - n_missing :]) if n_missing else row.values
     if table.name == "usage":
@@ -288,7 +288,7 @@ def _kinds(values: Sequence[Value]) -> str:
     return "".join(letters[type(value)] for value in values)
 
 
-def _save(database: sqlite3.Connection, row: int, found: _Found, report: SalvageReport) -> None:
+def _save(database: sqlite3.Connection, row: int, found: _SalvagedRows, report: SalvageReport) -> None:
     """Write a session, complete if possible, else its consistent part."""
     messages = _unbroken(found.rows("messages", row), first=0)
     stored = found.sessions.get(row)
@@ -318,7 +318,7 @@ def _save(database: sqlite3.Connection, row: int, found: _Found, report: Salvage
         (report.restarted if is_whole else report.dropped).append(name)
 
 
-def _may_lack_messages(row: int, found: _Found) -> bool:
+def _may_lack_messages(row: int, found: _SalvagedRows) -> bool:
     """Return whether there are tokens of turns without rows, whose messages may be missing too."""
     if any(len(found.rows(table, row)) < found.n_shared(table, row) for table in ("marks", "turns")):
         return True
@@ -329,7 +329,7 @@ def _may_lack_messages(row: int, found: _Found) -> bool:
     return n_tokens > 0 and not found.rows("turns", row)
 
 
-def _n_messages(row: int, found: _Found) -> int:
+def _n_messages(row: int, found: _SalvagedRows) -> int:
     """Return how many messages a session had, by any of its rows."""
     numbers = [found.n_shared("messages", row)]
     numbers += [_int(each["n"]) + 1 for each in found.rows("messages", row)]
@@ -339,7 +339,7 @@ def _n_messages(row: int, found: _Found) -> int:
 
 
 def _session_rows(
-    row: int, found: _Found, session: dict[str, Value], messages: list[dict[str, Value]], *, is_whole: bool
+    row: int, found: _SalvagedRows, session: dict[str, Value], messages: list[dict[str, Value]], *, is_whole: bool
 ) -> dict[str, list[dict[str, Value]]]:
     """Return the rows of a session for the new file, by table."""
     turns = found.rows("turns", row)
@@ -387,7 +387,7 @@ def _try_write(database: sqlite3.Connection, row: int, tables: Mapping[str, list
     return True
 
 
-def _rebuilt(row: int, found: _Found) -> dict[str, Value] | None:
+def _rebuilt(row: int, found: _SalvagedRows) -> dict[str, Value] | None:
     """Return a new session row for messages of which only names in the indexes are left."""
     names = sorted(found.names.get(row, ()), key=lambda name: name.startswith("s_"))
     if len(names) != 2 or not names[1].startswith("s_"):

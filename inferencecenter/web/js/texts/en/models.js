@@ -5,7 +5,7 @@
 const texts = {
   "models.hint": "Models load automatically when you use them.",
   "models.hint_operators": "Models load automatically when you use them. Operators choose the default model.",
-  "models.hint_anew": "Models load automatically when you use them. Another model reads the conversation anew.",
+  "models.hint_anew": "Models load automatically when you use them. Another model has to process the conversation again.",
   "models.busy": "The model can be changed when the answer has ended.",
   "models.none": "No models are available to you.",
   "models.default": "Default",
@@ -20,7 +20,7 @@ const texts = {
   "models.loading_one": "Loading {name}",
   "models.parameters": "{count} parameters",
   "models.context": "{count} tokens of context",
-  "models.slots": { one: "{n} turn at once", other: "{n} turns at once" },
+  "models.slots": { one: "{n} concurrent turn", other: "{n} concurrent turns" },
   "models.load_failed": "{name} could not be loaded: {why}",
   "models.switched": "{name} is now the default model.",
   "models.unloading": "{name} is unloaded once its turns have ended.",
