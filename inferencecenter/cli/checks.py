@@ -118,11 +118,11 @@ def llama_cpp(*, needed: bool, gpu: bool) -> Check:
 
 def gpu() -> Check:
     """Report all GPUs found by NVML."""
-    found = read_gpus()
-    if not found.readings:
-        problem = f": {found.problem}" if found.problem else ""
+    gpus = read_gpus()
+    if not gpus.readings:
+        problem = f": {gpus.problem}" if gpus.problem else ""
         return Check("gpu", CheckResult.WARNING, f"no NVIDIA GPU found by NVML{problem}", "The model runs on the CPU.")
-    return Check("gpu", CheckResult.OK, "; ".join(map(_shown, found.readings)) + f"; driver {found.driver_version}")
+    return Check("gpu", CheckResult.OK, "; ".join(map(_shown, gpus.readings)) + f"; driver {gpus.driver_version}")
 
 
 def _shown(reading: GpuReading) -> str:
@@ -172,18 +172,18 @@ def model_files(settings: Settings) -> list[Check]:
     except InferenceCenterError as error:
         return [Check("model file", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     default = registry.get(registry.default)
-    found = [
+    results = [
         _broken(default, "model file", CheckResult.FAILED) or Check("model file", CheckResult.OK, _sized(default.path))
     ]
     whole = []
     for name in sorted(registry.models.keys() - {registry.default}):
         if (broken := _broken(registry.get(name), f"model {name}", CheckResult.WARNING)) is not None:
-            found.append(broken)
+            results.append(broken)
         else:
             whole.append(name)
     if whole:
-        found.append(Check("other models", CheckResult.OK, ", ".join(whole)))
-    return [*found, *(Check("models_dir", CheckResult.WARNING, remark) for remark in registry.remarks)]
+        results.append(Check("other models", CheckResult.OK, ", ".join(whole)))
+    return [*results, *(Check("models_dir", CheckResult.WARNING, remark) for remark in registry.remarks)]
 
 
 def _sized(path: Path) -> str:
@@ -253,17 +253,17 @@ def _taken_port(settings: Settings) -> Check:
     except InferenceCenterError as error:
         return Check("port", CheckResult.FAILED, error.message, error.hint or "", error.code)
     except ssl.SSLCertVerificationError as error:
-        found = f"the certificate at {url} is not the one in server.certfile: {error.verify_message}"
+        finding = f"the certificate at {url} is not the one in server.certfile: {error.verify_message}"
         hint = "After a renewal run `inferencecenter reload`; otherwise another program listens there."
-        return Check("port", CheckResult.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
+        return Check("port", CheckResult.FAILED, finding, hint, ErrorCode.ADDRESS_IN_USE)
     except OSError as error:
-        found = f"in use, and no daemon answers at {url}: {error.strerror or error}"
+        finding = f"in use, and no daemon answers at {url}: {error.strerror or error}"
     else:
         if status == HTTPStatus.OK:
             return Check("port", CheckResult.OK, f"a daemon answers at {url}")
-        found = f"in use, and {url} answers {status}"
+        finding = f"in use, and {url} answers {status}"
     hint = "Stop the program there, or choose another --port; a running daemon may have other settings."
-    return Check("port", CheckResult.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
+    return Check("port", CheckResult.FAILED, finding, hint, ErrorCode.ADDRESS_IN_USE)
 
 
 _TIMEOUT_S: Final = 3
@@ -299,7 +299,7 @@ _MAX_NAMED: Final = 3
 def storage(settings: Settings) -> list[Check]:
     """Check the files of accounts and sessions, and whether a running daemon writes to them."""
     directory = settings.state_dir
-    found = [
+    results = [
         _file("accounts", directory / ACCOUNTS_NAME, ACCOUNTS_STEPS, damaged_hint=ACCOUNTS_HINT),
         _file("sessions", directory / DATABASE_NAME, MIGRATIONS, damaged_hint=DAMAGED_HINT),
     ]
@@ -307,11 +307,11 @@ def storage(settings: Settings) -> list[Check]:
         check_open_files(directory)
     except FileMovedError as error:
         detail = f"{error} while a daemon has it open"
-        found.append(Check("open files", CheckResult.FAILED, detail, MOVED_HINT, ErrorCode.STORAGE_UNAVAILABLE))
+        results.append(Check("open files", CheckResult.FAILED, detail, MOVED_HINT, ErrorCode.STORAGE_UNAVAILABLE))
     except OSError:
         # The state directory has its own check.
-        return found
-    return found
+        return results
+    return results
 
 
 def _file(name: str, path: Path, steps: Steps, *, damaged_hint: str) -> Check:

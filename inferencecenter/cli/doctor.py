@@ -44,10 +44,10 @@ def parse_size(text: str) -> int:
     Raises:
         typer.BadParameter: It is not a size.
     """
-    found = _SIZE.match(text)
-    if found is None:
+    match = _SIZE.match(text)
+    if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write it as 3GiB or 2900MiB.")
-    number, letter, binary = found.groups()
+    number, letter, binary = match.groups()
     decimal = not binary and text.strip().upper().endswith("B") and letter
     return int(float(number) * (1000 if decimal else 1024) ** _POWERS[(letter or "").upper()])
 
@@ -160,31 +160,31 @@ def doctor(  # noqa: PLR0913 - one argument an option
         return
     if vram or ram:
         raise typer.BadParameter("--vram and --ram describe a machine for --plan MODEL.")
-    found = examine(config, state_dir)
+    results = examine(config, state_dir)
     if json:
-        print_json([asdict(check) for check in found])
+        print_json([asdict(check) for check in results])
     else:
         table = Table("check", "", "found")
-        for check in found:
+        for check in results:
             detail = Text.assemble(check.detail, ("\n" + check.hint, "dim") if check.hint else "")
             table.add_row(check.name, Text(check.verdict.value, style=_STYLES[check.verdict]), detail)
         stdout.print(table)
-    failed = next((check for check in found if check.verdict is CheckResult.FAILED), None)
+    failed = next((check for check in results if check.verdict is CheckResult.FAILED), None)
     if failed is not None:
         raise typer.Exit(ERRORS[failed.code or ErrorCode.INTERNAL].exit_code)
 
 
 def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
     """Run every check that is possible; most need valid settings."""
-    found = [checks.python()]
+    results = [checks.python()]
     try:
         layers = read_layers(config, given(state_dir=state_dir))
         settings = layers.settings()
     except InferenceCenterError as error:
-        return [*found, Check("settings", CheckResult.FAILED, error.message, error.hint or "", error.code)]
+        return [*results, Check("settings", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     gpu = checks.gpu()
     return [
-        *found,
+        *results,
         Check("settings", CheckResult.OK, str(layers.path or "no file; defaults and environment")),
         checks.llama_cpp(needed=settings.engine.backend == "llama", gpu=gpu.verdict is CheckResult.OK),
         gpu,

@@ -50,7 +50,7 @@ async def _embed(daemon: DaemonAccess, texts: Iterable[str], *, model: str | Non
     rest = iter(texts)
     async with daemon.client() as client:
         while part := list(islice(rest, _TEXTS_AT_ONCE)):
-            found = await client.embed(part, model=model, dimensions=dimensions)
-            for text, vector in zip(part, found.vectors, strict=True):
+            result = await client.embed(part, model=model, dimensions=dimensions)
+            for text, vector in zip(part, result.vectors, strict=True):
                 rounded = [round(number, _DIGITS) for number in vector]
                 typer.echo(orjson.dumps({"text": text, "embedding": rounded}))

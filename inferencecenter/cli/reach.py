@@ -107,10 +107,10 @@ def own_tls(settings: Settings) -> ssl.SSLContext | None:
     context.check_hostname = False
     context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     try:
-        found = _CERTIFICATE.search(certfile.read_text(encoding="utf-8"))
-        if found is None:
+        match = _CERTIFICATE.search(certfile.read_text(encoding="utf-8"))
+        if match is None:
             raise ValueError("it contains no certificate")
-        context.load_verify_locations(cadata=found[0])
+        context.load_verify_locations(cadata=match[0])
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InferenceCenterError(
@@ -149,11 +149,11 @@ def fetch(settings: Settings, path: str, *, timeout_s: float) -> tuple[int, byte
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
     """Return scheme, host and port, equal for the WebSocket and the page of one daemon."""
-    found = urlsplit(on_this_machine(url))
-    scheme = {"http": "ws", "https": "wss"}.get(found.scheme, found.scheme)
-    host = "127.0.0.1" if found.hostname == "localhost" else found.hostname
+    parts = urlsplit(on_this_machine(url))
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
     try:
-        return scheme, host, found.port or {"ws": 80, "wss": 443}.get(scheme)
+        return scheme, host, parts.port or {"ws": 80, "wss": 443}.get(scheme)
     except ValueError:  # an invalid port
         return scheme, host, None
 

@@ -45,7 +45,7 @@ async def _rerank(
     daemon: DaemonAccess, query: str, documents: Sequence[str], *, model: str | None, top_n: int | None
 ) -> None:
     async with daemon.client() as client:
-        found = await client.rerank(query, documents, model=model, top_n=top_n)
-    for each in found.results:
+        result = await client.rerank(query, documents, model=model, top_n=top_n)
+    for each in result.results:
         line = {"index": each.index, "relevance_score": each.relevance_score, "document": documents[each.index]}
         typer.echo(orjson.dumps(line))

@@ -53,32 +53,32 @@ def restore(
     daemon runs, the backup is damaged or of a newer version, or the state directory cannot be written.
     """
     settings = load_settings(config, given(state_dir=state_dir))
-    found = _backup_in(source)
+    files = _backup_in(source)
     with without_daemon(settings.state_dir):
-        existing = [path.name for path in found if database_exists(settings.state_dir / path.name)]
+        existing = [path.name for path in files if database_exists(settings.state_dir / path.name)]
         if existing and not replace:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
                 f"{settings.state_dir} holds {' and '.join(existing)}",
                 hint="--replace renames the existing files and restores the backup.",
             )
-        kept = _restore(found, settings.state_dir)
+        kept = _restore(files, settings.state_dir)
     if json:
-        print_json({"source": str(source), "restored": [path.name for path in found], "kept": kept})
+        print_json({"source": str(source), "restored": [path.name for path in files], "kept": kept})
         return
-    stdout.print(f"Restored {' and '.join(path.name for path in found)} from {source}.", markup=False, soft_wrap=True)
+    stdout.print(f"Restored {' and '.join(path.name for path in files)} from {source}.", markup=False, soft_wrap=True)
     for name, other in kept.items():
         stdout.print(f"The previous {name} was renamed to {other}.", markup=False, soft_wrap=True)
 
 
 def _backup_in(source: Path) -> list[Path]:
     """Return the files of a backup, each verified to be intact and of a known version."""
-    found = [path for name in _STEPS if (path := source / name).is_file()]
-    if not found:
+    files = [path for name in _STEPS if (path := source / name).is_file()]
+    if not files:
         raise unavailable(
             f"{source} holds neither {ACCOUNTS_NAME} nor {SESSIONS_NAME}", "Specify a directory made by `backup`."
         )
-    for path in found:
+    for path in files:
         try:
             with contextlib.closing(connect_reading(path)) as database:
                 check_version(database, _STEPS[path.name], path=path)
@@ -90,14 +90,14 @@ def _backup_in(source: Path) -> list[Path]:
             raise unavailable(
                 f"{path} is damaged: {reason_of(error)}", "Nothing was changed. Use another backup."
             ) from error
-    return found
+    return files
 
 
-def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
+def _restore(files: list[Path], state_dir: Path) -> dict[str, str]:
     """Copy the files into ``state_dir``; return the new names of replaced files."""
     kept: dict[str, str] = {}
     with contextlib.ExitStack() as leftovers:
-        copies = [(path, state_dir / f"{path.name}.restoring") for path in found]
+        copies = [(path, state_dir / f"{path.name}.restoring") for path in files]
         try:
             for path, new_file in copies:
                 new_file.unlink(missing_ok=True)

@@ -229,9 +229,9 @@ def show_limits(
         stdout.print("They apply from now on." if notified else "No daemon is running.")
 
 
-def plain(found: TokenInfo | ClientInfo) -> dict[str, Any]:
+def plain(entry: TokenInfo | ClientInfo) -> dict[str, Any]:
     """Return a token or an account as JSON data."""
-    return {field.name: getattr(found, field.name) for field in fields(found)} | {"limits": found.limits.given()}
+    return {field.name: getattr(entry, field.name) for field in fields(entry)} | {"limits": entry.limits.given()}
 
 
 def _cells(token: TokenInfo) -> tuple[str, ...]:

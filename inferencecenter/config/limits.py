@@ -71,8 +71,8 @@ class AccessLimits(BaseModel):
         """Return whether ``address`` may connect; a text that is not an address may not if addresses are limited."""
         if self.addresses is None:
             return True
-        found = peer_address(address)
-        return found is not None and any(found in ip_network(each, strict=False) for each in self.addresses)
+        peer = peer_address(address)
+        return peer is not None and any(peer in ip_network(each, strict=False) for each in self.addresses)
 
 
 NO_LIMITS: Final = AccessLimits()

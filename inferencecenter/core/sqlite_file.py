@@ -67,10 +67,10 @@ class FileIdentity:
         """
         for path, device, inode in self.inodes:
             try:
-                found = os.stat(path)  # noqa: PTH116 - after every commit, and twice as fast
+                current = os.stat(path)  # noqa: PTH116 - after every commit, and twice as fast
             except OSError as error:
                 raise FileMovedError(path, is_missing=True) from error
-            if (found.st_dev, found.st_ino) != (device, inode):
+            if (current.st_dev, current.st_ino) != (device, inode):
                 raise FileMovedError(path, is_missing=False)
 
 
@@ -130,8 +130,8 @@ def integrity_error(database: sqlite3.Connection) -> str | None:
     Raises:
         sqlite3.DatabaseError: It is not a database.
     """
-    found = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
-    return None if found == "ok" else found
+    result = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
+    return None if result == "ok" else result
 
 
 def is_damage(error: BaseException) -> bool:

@@ -271,12 +271,12 @@ class _Facts:
         """Return all repeating layers; those for multi-token prediction are not loaded and take nothing."""
         tensors: list[list[Tensor]] = [[] for _ in range(self.n_layers)]
         for tensor in self._file.tensors:
-            found = _IN_LAYER.match(tensor.name)
-            if found is None:
+            match = _IN_LAYER.match(tensor.name)
+            if match is None:
                 continue
-            if len(found[1]) > _MAX_DIGITS or int(found[1]) >= self.n_layers:
+            if len(match[1]) > _MAX_DIGITS or int(match[1]) >= self.n_layers:
                 raise self._refusal(f"has {shown(tensor.name)}, but states {self.n_layers} layers")
-            tensors[int(found[1])].append(tensor)
+            tensors[int(match[1])].append(tensor)
         loaded = self.n_layers - self.number("nextn_predict_layers", 0)
         keep_kv = self._layers_with_kv()
         windows, widths, state_bytes = self._windows(), self._widths(), self._state_bytes()

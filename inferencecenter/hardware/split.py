@@ -192,11 +192,11 @@ def _evenly_filled(sizes: Sequence[int], available: Sequence[int]) -> tuple[int,
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = _filled(sizes, [int(room * middle) for room in available])
-        if found is None:
+        filled = _filled(sizes, [int(room * middle) for room in available])
+        if filled is None:
             low = middle
         else:
-            counts, high = found, middle
+            counts, high = filled, middle
     return counts
 
 
@@ -250,8 +250,8 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: 
         tuple(devices) if constraints.main_gpu < 0 else tuple(devices[constraints.main_gpu : constraints.main_gpu + 1])
     )
     search = _Search(model, usable, host, constraints)
-    found = search.best()
-    chosen = found or search.last_resort()
+    fitting = search.best()
+    chosen = fitting or search.last_resort()
     n_threads = threads(model, chosen, host, constraints)
     return PlacementPlan(
         setup=chosen.setup,
@@ -265,10 +265,10 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: 
         cpu_tensors=chosen.cpu_tensors,
         draft_device=chosen.devices[0].id if chosen.draft_on_gpu else "",
         n_threads=n_threads,
-        fits=found is not None,
+        fits=fitting is not None,
         demand=chosen.demand,
         reasons=reasons(model, chosen, n_threads=n_threads, devices=usable, constraints=constraints),
-        advice=advice(model, chosen, fits=found is not None, host=host, constraints=constraints),
+        advice=advice(model, chosen, fits=fitting is not None, host=host, constraints=constraints),
     )
 
 
@@ -318,9 +318,9 @@ class _Search:
         while True:
             for n_gpu_layers in self._layer_counts():
                 for in_host in self._experts_in_host(n_gpu_layers):
-                    found = self._first_fit((n_gpu_layers, in_host), n_ctx, usual=usual)
-                    if found is not None:
-                        return found
+                    placement = self._first_fit((n_gpu_layers, in_host), n_ctx, usual=usual)
+                    if placement is not None:
+                        return placement
             if self._constraints.n_ctx or n_ctx <= _LEAST_N_CTX:
                 return None
             n_ctx = max(_LEAST_N_CTX, n_ctx // 2)
@@ -340,54 +340,54 @@ class _Search:
         if self._fit(self._least(n_ctx, n_gpu_layers=division[0]), division) is None:
             return None
         for setup in self._setups(n_ctx, n_gpu_layers=division[0]):
-            found = self._fit(setup, division)
-            if found is not None:
-                found = self._with_draft_on_gpu(found)
-                return self._grown(found) if setup.n_ctx == usual else found
+            placement = self._fit(setup, division)
+            if placement is not None:
+                placement = self._with_draft_on_gpu(placement)
+                return self._grown(placement) if setup.n_ctx == usual else placement
         return None
 
-    def _with_draft_on_gpu(self, found: Placement) -> Placement:
+    def _with_draft_on_gpu(self, placement: Placement) -> Placement:
         """Return the placement with the draft model on the first GPU, if it has room."""
-        if self._model.draft is None or not found.devices:
-            return found
-        division = (found.n_gpu_layers, found.experts_in_host)
-        moved = place(self._model, found.setup, found.devices, division, self._constraints, draft_on_gpu=True)
-        return moved if moved.fits and self._host_holds(moved) else found
+        if self._model.draft is None or not placement.devices:
+            return placement
+        division = (placement.n_gpu_layers, placement.experts_in_host)
+        moved = place(self._model, placement.setup, placement.devices, division, self._constraints, draft_on_gpu=True)
+        return moved if moved.fits and self._host_holds(moved) else placement
 
     def _fit(self, setup: RuntimeConfig, division: tuple[int, int]) -> Placement | None:
         """Return the placement on the first set of GPUs that holds it."""
         for team in self._teams if division[0] else [()]:
-            found = place(self._model, setup, team, division, self._constraints)
-            if found.fits and self._host_holds(found):
-                return found
+            placement = place(self._model, setup, team, division, self._constraints)
+            if placement.fits and self._host_holds(placement):
+                return placement
         return None
 
-    def _grown(self, found: Placement) -> Placement:
+    def _grown(self, placement: Placement) -> Placement:
         """Return the placement with longer contexts, if the GPUs hold everything and have memory left.
 
         Neither the host's memory nor another GPU is used for that.
         """
-        constraints, setup = self._constraints, found.setup
-        everything = found.n_gpu_layers > self._model.n_layers and not found.experts_in_host
+        constraints, setup = self._constraints, placement.setup
+        everything = placement.n_gpu_layers > self._model.n_layers and not placement.experts_in_host
         if not everything or constraints.n_ctx or setup.slots < (constraints.slots or USUAL_SLOTS):
-            return found
+            return placement
         for longer in self._longer(setup.n_ctx, min(self._model.n_ctx_train, _MOST_N_CTX_FOR_MANY)):
-            division = (found.n_gpu_layers, found.experts_in_host)
+            division = (placement.n_gpu_layers, placement.experts_in_host)
             more = place(
                 self._model,
                 replace(setup, n_ctx=longer),
-                found.devices,
+                placement.devices,
                 division,
                 constraints,
-                draft_on_gpu=found.draft_on_gpu,
+                draft_on_gpu=placement.draft_on_gpu,
             )
             if more.fits and self._host_holds(more):
                 return more
-        return found
+        return placement
 
-    def _host_holds(self, found: Placement) -> bool:
+    def _host_holds(self, placement: Placement) -> bool:
         available = self._host.available_bytes
-        return available is None or found.demand.host_bytes <= available
+        return available is None or placement.demand.host_bytes <= available
 
     def _layer_counts(self) -> Sequence[int]:
         everything = self._model.n_layers + 1

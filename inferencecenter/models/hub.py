@@ -188,7 +188,7 @@ class ModelHub:
         )
 
 
-def _listing(repo: str, found: ModelInfo) -> Listing:
+def _listing(repo: str, info: ModelInfo) -> Listing:
     """Parse a hub's description of a repository; raises for a value of the wrong type or out of range."""
     files = [
         {
@@ -197,9 +197,9 @@ def _listing(repo: str, found: ModelInfo) -> Listing:
             "sha256": sibling.lfs.sha256 if sibling.lfs else None,
             "blob_id": sibling.blob_id,
         }
-        for sibling in found.siblings or ()
+        for sibling in info.siblings or ()
     ]
-    return msgspec.convert({"repo": repo, "commit": found.sha, "files": files}, Listing)
+    return msgspec.convert({"repo": repo, "commit": info.sha, "files": files}, Listing)
 
 
 def hub_of(environment: Mapping[str, str]) -> ModelHub:

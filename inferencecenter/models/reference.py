@@ -85,15 +85,15 @@ def parse_reference(text: str) -> ModelReference:
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
-    found = _REFERENCE.fullmatch(text)
-    if found is None:
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             f"{text!r} is not a reference to a model on a hub",
             field="reference",
             hint="Write owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.",
         )
-    return ModelReference(**found.groupdict())
+    return ModelReference(**match.groupdict())
 
 
 def check_name(name: str) -> str:

@@ -21,15 +21,15 @@ def check_traceparent(value: str) -> str:
     Raises:
         ValueError: With the reason.
     """
-    found = _FORM.match(value)
-    if found is None:
+    match = _FORM.match(value)
+    if match is None:
         raise ValueError("traceparent must be like 00-<32 hex digits>-<16 hex digits>-01, in lower case")
-    rest = value[found.end() :]
-    if found["version"] == _UNUSED_VERSION:
+    rest = value[match.end() :]
+    if match["version"] == _UNUSED_VERSION:
         raise ValueError("traceparent has version ff, which is invalid")
-    if rest and (found["version"] == _FIRST_VERSION or not _LATER_FIELDS.fullmatch(rest)):
+    if rest and (match["version"] == _FIRST_VERSION or not _LATER_FIELDS.fullmatch(rest)):
         raise ValueError("traceparent has data after its flags")
-    if not int(found["trace"], 16) or not int(found["span"], 16):
+    if not int(match["trace"], 16) or not int(match["span"], 16):
         raise ValueError("traceparent has a trace or a span that is all zeros")
     return value
 

@@ -170,8 +170,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
     """
     sockets: list[socket.socket] = []
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(found):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
             # With port 0 the first address picks the port of the others.
             chosen = sockets[0].getsockname()[1] if sockets else port
             listening = socket.socket(family, kind, protocol)
@@ -222,8 +222,8 @@ def address(sockets: Sequence[socket.socket], settings: ServerSettings) -> str:
 
     A configured host name is kept; inherited sockets report their own address.
     """
-    found, port = sockets[0].getsockname()[:2]
-    host = settings.host if any(found == each[4][0] for each in _addresses(settings.host)) else found
+    addresses, port = sockets[0].getsockname()[:2]
+    host = settings.host if any(addresses == each[4][0] for each in _addresses(settings.host)) else addresses
     shown = f"[{host}]" if ":" in host else host
     scheme = "http" if settings.certfile is None else "https"
     return f"{scheme}://{shown}:{port}{settings.base_path}/"

@@ -184,17 +184,17 @@ class LoadHistory:
             ValueError: The data is not a valid dump.
         """
         try:
-            found: dict[str, Any] = orjson.loads(dumped)
-            if found["version"] != _VERSION or not isinstance(found["latest"], int):
+            history: dict[str, Any] = orjson.loads(dumped)
+            if history["version"] != _VERSION or not isinstance(history["latest"], int):
                 raise ValueError("another version")
-            readings = {name: _column(found["readings"][name], otherwise=math.nan) for name in READINGS}
+            readings = {name: _column(history["readings"][name], otherwise=math.nan) for name in READINGS}
             series = {
                 _owner(each): {name: _column(each["counts"][name]) for name in _COUNTS}
-                for each in found["series"][: MAX_SERIES + 1]
+                for each in history["series"][: MAX_SERIES + 1]
             }
         except (AttributeError, KeyError, OverflowError, TypeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
-        self._readings, self._series, self._latest = readings, series, found["latest"]
+        self._readings, self._series, self._latest = readings, series, history["latest"]
         self._last_work = dict.fromkeys(series, self._latest)
         self._advance()
 

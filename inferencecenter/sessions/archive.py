@@ -100,7 +100,7 @@ class ArchiveStore(Protocol):
 
     def read(self, client_id: str, session_id: str) -> ReadSession | None: ...
 
-    def reopen(self, found: ReadSession) -> None:
+    def reopen(self, read_session: ReadSession) -> None:
         """Record that a session is live again, before its further records. Called on the event loop."""
 
     def page(
@@ -407,12 +407,12 @@ class SessionArchive:
             self._forget(session_id)
         return owner
 
-    def _open(self, store: ArchiveStore, client: Principal, found: ReadSession, *, closing: bool) -> None:
-        stored = found.session
+    def _open(self, store: ArchiveStore, client: Principal, read_session: ReadSession, *, closing: bool) -> None:
+        stored = read_session.session
         n_chars = stored.history.size.n_chars + sum(map(len, stored.notes.values()))
         if not closing:
             self._make_room(client, n_chars)
-        store.reopen(found)
+        store.reopen(read_session)
         # It gets `session_detached` when another socket resumes the session.
         sink = self._sinks.pop(stored.config.session_id, None)
         self._kv_owners.pop(stored.config.session_id, None)

@@ -51,9 +51,9 @@ def find_longest_prefix(
     for session_id, history in histories:
         if best is not None and not _may_match_better(history.messages, messages, best, arguments):
             continue
-        found = _match(session_id, history, messages, arguments)
-        if found is not None and (best is None or _rank(found) > _rank(best)):
-            best = found
+        match = _match(session_id, history, messages, arguments)
+        if match is not None and (best is None or _rank(match) > _rank(best)):
+            best = match
     return best
 
 
@@ -110,15 +110,15 @@ def is_unnamed(call_id: str | None) -> bool:
 def _may_match_better(
     held: Sequence[ChatMessage], sent: Sequence[ChatMessage], best: PrefixMatch, arguments: ArgumentComparison
 ) -> bool:
-    """Compare one message to skip sessions that cannot match better than ``best``: a client may have many long, similar ones."""
+    """Compare one message only, since a client may have many long and similar sessions."""
     n = best.n_messages
     if len(held) > n:
         return n < len(sent) - 1 and same_message(held[n], sent[n], arguments)
     return len(held) == n and best.turn is not None
 
 
-def _rank(found: PrefixMatch) -> tuple[int, bool]:
-    return found.n_messages, found.turn is None
+def _rank(match: PrefixMatch) -> tuple[int, bool]:
+    return match.n_messages, match.turn is None
 
 
 def _match(

@@ -170,10 +170,10 @@ def apply(settings: LogSettings) -> None:
 def is_journal(stream: TextIO) -> bool:
     """Return whether ``stream`` is connected to systemd's journal, according to ``JOURNAL_STREAM``."""
     try:
-        found = os.fstat(stream.fileno())
+        status = os.fstat(stream.fileno())
     except (AttributeError, OSError, ValueError):  # not a file, or closed
         return False
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 def with_priority(text: str, level: str) -> str:

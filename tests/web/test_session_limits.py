@@ -107,7 +107,7 @@ async def test_full_archive_is_explained_in_the_page(browser: Browser, small: Da
         await visit.ask("New question.")
         notice = visit.answers.get_by_role("alert")
         await expect(notice).to_contain_text("The space for conversations is full")
-        await expect(notice).to_contain_text("delete some from the list; Settings can export all of them before")
+        await expect(notice).to_contain_text("delete some from the list; Settings can export all of them first")
         await expect(notice).not_to_contain_text("sessions.archive_mib")
         await expect(again).to_have_count(0)
         assert len((await _sessions(small))["sessions"]) == N_FILLING + MOST

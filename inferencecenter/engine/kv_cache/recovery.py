@@ -62,7 +62,7 @@ def recover(
     if faults:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(faults).most_common())
         on_log("warning", f"parked KV of an earlier engine is dropped: {reasons}")
-    found: list[RecoveredSequence] = []
+    recovered: list[RecoveredSequence] = []
     for key in mapped.keys() | on_disk.keys():
         mapping, in_ram = mapped.get(key, (None, None))
         copy = on_disk.get(key)
@@ -76,8 +76,8 @@ def recover(
         if record.suspect or (durable_only and not record.durable):
             _discard(key, mapping, disk if copy is not None else None)
             continue
-        found.append(RecoveredSequence(_entry(record), mapping, copy is not None))
-    return sorted(found, key=lambda each: each.entry.stamp)
+        recovered.append(RecoveredSequence(_entry(record), mapping, copy is not None))
+    return sorted(recovered, key=lambda each: each.entry.stamp)
 
 
 def _discard(key: str, mapping: Mapping | None, disk: DiskTier | None) -> None:

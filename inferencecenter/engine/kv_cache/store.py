@@ -305,14 +305,14 @@ class KvStore:
             clear(tiers, self._on_log)
             return
         try:
-            found = recover(ram, disk, self._on_log, durable_only=adopt is RecoveryMode.DURABLE)
+            recovered = recover(ram, disk, self._on_log, durable_only=adopt is RecoveryMode.DURABLE)
         except Exception as error:  # noqa: BLE001 - a border: a file that no engine can read would end all of them
             self._on_log("error", f"parked KV of an earlier engine is deleted: {error!r}")
             clear(tiers, self._on_log)
             return
-        if found:
-            self._stamp = found[-1].entry.stamp
-            self._tiers.adopt(found)
+        if recovered:
+            self._stamp = recovered[-1].entry.stamp
+            self._tiers.adopt(recovered)
 
     def _usable(self, options: TierOptions | None, tier: str) -> TierOptions | None:
         """Return the options of a tier, or ``None`` if its directory is unusable."""

@@ -185,9 +185,9 @@ class TieredCache:
 
         self._jobs.submit(_nothing, check, notify=callback)
 
-    def adopt(self, found: Iterable[RecoveredSequence]) -> None:
+    def adopt(self, recovered: Iterable[RecoveredSequence]) -> None:
         """Add the sequences of an earlier engine, oldest first."""
-        for each in found:
+        for each in recovered:
             entry = each.entry
             self.index.add(entry)
             if each.mapping is not None:

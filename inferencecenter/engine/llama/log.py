@@ -109,10 +109,10 @@ class BufferSizes:
 
     def read(self, line: str) -> None:
         """Record the size in a line, if it states one."""
-        found = _LINE.search(line)
-        if found is None:
+        match = _LINE.search(line)
+        if match is None:
             return
-        name, what, mib = found.groups()
+        name, what, mib = match.groups()
         n_bytes = round(float(mib) * 2**20)
         of_name = self._models[-1][name]
         of_name[what] = of_name[what] + n_bytes if what in _ADDS_UP else n_bytes

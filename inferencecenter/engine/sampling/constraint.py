@@ -333,16 +333,16 @@ def _lark_of_gbnf(text: str) -> str:
         raise _refused(f"in GBNF: {error}"[:_MAX_REASON_CHARS]) from None
 
 
-def _unescaped(found: re.Match[str]) -> str:
+def _unescaped(match: re.Match[str]) -> str:
     """Return an escaped character in a form the converter handles; it breaks escapes of four and eight digits."""
-    escape = found[1]
+    escape = match[1]
     if escape == "\\":
-        return found[0]
+        return match[0]
     code = int(escape[1:], 16)
     if code < 0x80:
         return f"\\x{code:02x}"
     surrogate = 0xD800 <= code < 0xE000
-    return found[0] if surrogate or code > 0x10FFFF else chr(code)
+    return match[0] if surrogate or code > 0x10FFFF else chr(code)
 
 
 def _reason(message: str, kind: str) -> str:

@@ -245,10 +245,10 @@ def decode_parts(columns: Iterable[str]) -> tuple[Part, ...]:
     parts: list[Part] = []
     n_calls = 0
     for column in columns:
-        found = orjson.loads(column)
-        if not isinstance(found, list):
+        parsed = orjson.loads(column)
+        if not isinstance(parsed, list):
             raise ValueError("not a list of parts")
-        for part in map(_decoded, found):
+        for part in map(_decoded, parsed):
             if isinstance(part, ToolCallStart):
                 n_calls += 1
             if isinstance(part, ToolCallStart | ArgumentsDelta) and part.index != n_calls - 1:

@@ -102,7 +102,7 @@ def escaped(text: str) -> str:
 
 def between_slashes(pattern: str) -> str:
     """Return a regular expression as it is written between slashes."""
-    return _IN_PATTERN.sub(lambda found: _MARKS.get(found[0], found[0]), pattern)
+    return _IN_PATTERN.sub(lambda match: _MARKS.get(match[0], match[0]), pattern)
 
 
 def rule_name(prefix: str, name: str) -> str:

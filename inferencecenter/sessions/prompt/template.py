@@ -175,8 +175,8 @@ def _tojson(
     return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]
 
 
 CHATML: Final = (
@@ -278,8 +278,8 @@ class ChatTemplate:
         """Return whether the tags of reasoning do not precede an earlier answer, where thinking is disabled."""
         question, answer = ChatMessage(role="user", content="Hi"), ChatMessage(role="assistant", content="probe_answer")
         text = self._probe((question, answer, question), (), self._form, thinking=False)
-        before, found, _ = text.partition(answer.content)
-        return tags is not None and bool(found) and not before.rstrip().endswith(tags.closes)
+        before, match, _ = text.partition(answer.content)
+        return tags is not None and bool(match) and not before.rstrip().endswith(tags.closes)
 
     def _probe(
         self,

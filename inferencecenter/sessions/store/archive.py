@@ -187,14 +187,14 @@ class Archive:
         if not has_index(self._database):
             raise unusable(self._path, "it has no search index", hint=_INDEX_HINT)
         query = "SELECT DISTINCT client_id FROM sessions WHERE complete AND (?1 IS NULL OR client_id = ?1)"
-        found: list[FoundLine] = []
+        lines: list[FoundLine] = []
         indexed: float | None = None
         for (each,) in self._database.execute(query, (client_id,)).fetchall():
             result = search_file(self._database, each, terms, after=None, limit=limit)
             indexed = result.indexed
-            found += [_found_line(each, session) for session in result.found]
-        found.sort(key=lambda line: line.last_used_at, reverse=True)
-        return found[:limit], indexed
+            lines += [_found_line(each, session) for session in result.found]
+        lines.sort(key=lambda line: line.last_used_at, reverse=True)
+        return lines[:limit], indexed
 
     def usage(self, client_id: str | None = None, *, since: str = "") -> list[UsageLine]:
         """Return the daily usage of a client, or of each, from a day on, oldest day first."""

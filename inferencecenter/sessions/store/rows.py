@@ -140,10 +140,10 @@ def _more(message: ChatMessage) -> str | None:
 def _object(column: str | None) -> dict[str, object]:
     if column is None:
         return {}
-    found = orjson.loads(column)
-    if not isinstance(found, dict):
+    parsed = orjson.loads(column)
+    if not isinstance(parsed, dict):
         raise ValueError("not an object")
-    return found
+    return parsed
 
 
 def turn_row(turn: TranscriptTurn) -> Row:
@@ -229,10 +229,10 @@ def order_of(row: Row) -> TurnSpec:
     )
 
 
-def _texts(found: object) -> tuple[str, ...]:
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+def _texts(parsed: object) -> tuple[str, ...]:
+    if not isinstance(parsed, list) or not all(isinstance(each, str) for each in parsed):
         raise ValueError("not a list of texts")
-    return tuple(found)
+    return tuple(parsed)
 
 
 def numbered(rows: Sequence[Row], first: int = 0) -> list[Row]:

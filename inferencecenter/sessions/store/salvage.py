@@ -168,8 +168,8 @@ class _SalvagedRows:
         numbered: dict[int, dict[str, Value]] = {}
         for row, reach in self._chain(session, _REACHES.get(table)):
             limit = min(limit, reach)
-            found = self.of_session[table][row] if table in self.of_session else []
-            for each in found:
+            salvaged = self.of_session[table][row] if table in self.of_session else []
+            for each in salvaged:
                 number = _int(each.get("n", each.get("seq")))
                 if number < limit:
                     others = row != session and number < first_key
@@ -213,16 +213,16 @@ def salvage(path: Path, target: Path) -> SalvageReport:
     wal = path.with_name(f"{path.name}-wal")
     with _mapped(path) as content:
         pages = PageFile(content, wal.read_bytes() if wal.exists() else b"")
-        found = _sort_rows(pages.rows())
+        salvaged = _sort_rows(pages.rows())
     report = SalvageReport(damaged=pages.n_damaged)
     with contextlib.closing(open_writing(target)) as database:
         with transaction(database):
-            known = found.sessions.keys() | found.names.keys() | found.of_session.get("messages", {}).keys()
+            known = salvaged.sessions.keys() | salvaged.names.keys() | salvaged.of_session.get("messages", {}).keys()
             for row in sorted(known):
-                if not found.is_base(row):
-                    _save(database, row, found, report)
-            database.executemany("INSERT OR IGNORE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?)", found.usage)
-            database.executemany("INSERT OR IGNORE INTO presets VALUES (?, ?, ?, ?)", found.presets)
+                if not salvaged.is_base(row):
+                    _save(database, row, salvaged, report)
+            database.executemany("INSERT OR IGNORE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?)", salvaged.usage)
+            database.executemany("INSERT OR IGNORE INTO presets VALUES (?, ?, ?, ?)", salvaged.presets)
             # Clients may have received more events: the file must not look cleanly closed.
             database.execute("UPDATE meta SET clean = 0")
         checkpoint(database)
@@ -241,39 +241,39 @@ def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
 
 
 def _sort_rows(rows: Iterable[StoredRow]) -> _SalvagedRows:
-    found = _SalvagedRows()
+    salvaged = _SalvagedRows()
     for row in rows:
         kinds = _kinds(row.values)
         table = next((each for each in _TABLES if _matches(each, row, kinds)), None)
         if table is not None:
-            _add_row(found, table, row)
+            _add_row(salvaged, table, row)
         elif row.row is None and kinds == "ttiiii":
             client_id, *usage = row.values
-            found.usage.append((client_id, "", *usage))
+            salvaged.usage.append((client_id, "", *usage))
         elif row.row is None and kinds == "ti" and row.values not in _SEARCH_SETTINGS:
             name, session = row.values
-            found.names.setdefault(_int(session), set()).add(str(name))
-    return found
+            salvaged.names.setdefault(_int(session), set()).add(str(name))
+    return salvaged
 
 
-def _add_row(found: _SalvagedRows, table: _Table, row: StoredRow) -> None:
+def _add_row(salvaged: _SalvagedRows, table: _Table, row: StoredRow) -> None:
     n_missing = len(table.columns) - len(row.values)
     values = (*row.values, *table.defaults[len(table.defaults) - n_missing :]) if n_missing else row.values
     if table.name == "usage":
-        found.usage.append(values)
+        salvaged.usage.append(values)
         return
     if table.name == "presets":
-        found.presets.append(values)
+        salvaged.presets.append(values)
         return
     named = dict(zip(table.columns, values, strict=True))
     if table.name == "sessions":
         if named["complete"]:
-            found.sessions[_int(row.row)] = named
+            salvaged.sessions[_int(row.row)] = named
         else:
-            found.incomplete[_int(row.row)] = named
+            salvaged.incomplete[_int(row.row)] = named
         return
     session = _int(row.row if table.has_row else named["session"])
-    found.of_session.setdefault(table.name, defaultdict(list))[session].append(named)
+    salvaged.of_session.setdefault(table.name, defaultdict(list))[session].append(named)
 
 
 def _matches(table: _Table, row: StoredRow, kinds: str) -> bool:
@@ -288,20 +288,20 @@ def _kinds(values: Sequence[Value]) -> str:
     return "".join(letters[type(value)] for value in values)
 
 
-def _save(database: sqlite3.Connection, row: int, found: _SalvagedRows, report: SalvageReport) -> None:
+def _save(database: sqlite3.Connection, row: int, salvaged: _SalvagedRows, report: SalvageReport) -> None:
     """Write a session, complete if possible, else its consistent part."""
-    messages = _unbroken(found.rows("messages", row), first=0)
-    stored = found.sessions.get(row)
-    config = stored or _rebuilt(row, found)
+    messages = _unbroken(salvaged.rows("messages", row), first=0)
+    stored = salvaged.sessions.get(row)
+    config = stored or _rebuilt(row, salvaged)
     if config is None:
-        name = next((name for name in found.names.get(row, ()) if name.startswith("s_")), None)
+        name = next((name for name in salvaged.names.get(row, ()) if name.startswith("s_")), None)
         report.lost.append(LostSession(name, None, len(messages)))
         return
     name, client_id = _text(config["session_id"]), _text(config["client_id"])
-    n_lost = max(0, _n_messages(row, found) - len(messages))
-    is_uncertain = not n_lost and _may_lack_messages(row, found)
+    n_lost = max(0, _n_messages(row, salvaged) - len(messages))
+    is_uncertain = not n_lost and _may_lack_messages(row, salvaged)
     for is_whole in (False,) if n_lost or is_uncertain or stored is None else (True, False):
-        if _try_write(database, row, _session_rows(row, found, config, messages, is_whole=is_whole)):
+        if _try_write(database, row, _session_rows(row, salvaged, config, messages, is_whole=is_whole)):
             break
     else:
         report.lost.append(LostSession(name, client_id, len(messages)))
@@ -314,41 +314,41 @@ def _save(database: sqlite3.Connection, row: int, found: _SalvagedRows, report: 
         report.uncertain.append(name)
     if stored is None:
         report.reset.append(name)
-    if found.rows("orders", row):
+    if salvaged.rows("orders", row):
         (report.restarted if is_whole else report.dropped).append(name)
 
 
-def _may_lack_messages(row: int, found: _SalvagedRows) -> bool:
+def _may_lack_messages(row: int, salvaged: _SalvagedRows) -> bool:
     """Return whether there are tokens of turns without rows, whose messages may be missing too."""
-    if any(len(found.rows(table, row)) < found.n_shared(table, row) for table in ("marks", "turns")):
+    if any(len(salvaged.rows(table, row)) < salvaged.n_shared(table, row) for table in ("marks", "turns")):
         return True
-    n_tokens, _ = _lengths(found.rows("tokens", row))
-    n_covered = [_int(mark["n_tokens"]) for mark in found.rows("marks", row)]
+    n_tokens, _ = _lengths(salvaged.rows("tokens", row))
+    n_covered = [_int(mark["n_tokens"]) for mark in salvaged.rows("marks", row)]
     if any(n_covered):
         return n_tokens > max(n_covered)
-    return n_tokens > 0 and not found.rows("turns", row)
+    return n_tokens > 0 and not salvaged.rows("turns", row)
 
 
-def _n_messages(row: int, found: _SalvagedRows) -> int:
+def _n_messages(row: int, salvaged: _SalvagedRows) -> int:
     """Return how many messages a session had, by any of its rows."""
-    numbers = [found.n_shared("messages", row)]
-    numbers += [_int(each["n"]) + 1 for each in found.rows("messages", row)]
-    numbers += [_int(each["messages"]) for each in found.rows("turns", row)]
-    numbers += [_int(each["n_messages"]) for each in found.rows("marks", row)]
+    numbers = [salvaged.n_shared("messages", row)]
+    numbers += [_int(each["n"]) + 1 for each in salvaged.rows("messages", row)]
+    numbers += [_int(each["messages"]) for each in salvaged.rows("turns", row)]
+    numbers += [_int(each["n_messages"]) for each in salvaged.rows("marks", row)]
     return max(numbers)
 
 
 def _session_rows(
-    row: int, found: _SalvagedRows, session: dict[str, Value], messages: list[dict[str, Value]], *, is_whole: bool
+    row: int, salvaged: _SalvagedRows, session: dict[str, Value], messages: list[dict[str, Value]], *, is_whole: bool
 ) -> dict[str, list[dict[str, Value]]]:
     """Return the rows of a session for the new file, by table."""
-    turns = found.rows("turns", row)
+    turns = salvaged.rows("turns", row)
     turns = _unbroken(turns, first=_int(turns[0]["n"])) if turns else []
-    marks = _unbroken(found.rows("marks", row), first=0)
-    tokens = _unbroken(found.rows("tokens", row), first=0)
+    marks = _unbroken(salvaged.rows("marks", row), first=0)
+    tokens = _unbroken(salvaged.rows("tokens", row), first=0)
     n_tokens, n_chars = _lengths(tokens)
     fits = all(_int(mark["n_tokens"]) <= n_tokens and _int(mark["n_chars"]) <= n_chars for mark in marks)
-    n_pieces = max(len(found.rows("tokens", row)), found.n_shared("tokens", row))
+    n_pieces = max(len(salvaged.rows("tokens", row)), salvaged.n_shared("tokens", row))
     if not is_whole or not fits or len(tokens) < n_pieces:
         session = {**session, "made_by": ""}
         tokens = []
@@ -358,7 +358,7 @@ def _session_rows(
         session = {**session, "view_kept": 0, "view_resumes_at": 0}
         turns = [turn for turn in turns if _int(turn["messages"]) <= n_kept]
         marks = [{**mark, "view_kept": 0, "view_resumes_at": 0} for mark in marks if _int(mark["n_messages"]) <= n_kept]
-    orders = [{**order, "session": row} for order in found.rows("orders", row)[:1]] if is_whole else []
+    orders = [{**order, "session": row} for order in salvaged.rows("orders", row)[:1]] if is_whole else []
     return {
         "sessions": [{**session, **_WHOLE, "id": row}],
         "messages": messages,
@@ -366,7 +366,7 @@ def _session_rows(
         "marks": marks,
         "tokens": tokens,
         "orders": orders,
-        "failures": found.rows("failures", row) if is_whole else [],
+        "failures": salvaged.rows("failures", row) if is_whole else [],
     }
 
 
@@ -387,9 +387,9 @@ def _try_write(database: sqlite3.Connection, row: int, tables: Mapping[str, list
     return True
 
 
-def _rebuilt(row: int, found: _SalvagedRows) -> dict[str, Value] | None:
+def _rebuilt(row: int, salvaged: _SalvagedRows) -> dict[str, Value] | None:
     """Return a new session row for messages of which only names in the indexes are left."""
-    names = sorted(found.names.get(row, ()), key=lambda name: name.startswith("s_"))
+    names = sorted(salvaged.names.get(row, ()), key=lambda name: name.startswith("s_"))
     if len(names) != 2 or not names[1].startswith("s_"):
         return None
     now = time.time()

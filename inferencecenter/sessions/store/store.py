@@ -498,10 +498,10 @@ class _StoreReader(ArchiveReader):
         super().__init__(path)
         self._store = store
 
-    def reopen(self, found: ReadSession) -> None:
-        assert isinstance(found, LoadedSession), "it was read here"
-        config = found.session.config
-        self._store.add(config.client_id, SessionReopened(config.session_id, found.location), durable=False)
+    def reopen(self, read_session: ReadSession) -> None:
+        assert isinstance(read_session, LoadedSession), "it was read here"
+        config = read_session.session.config
+        self._store.add(config.client_id, SessionReopened(config.session_id, read_session.location), durable=False)
 
 
 def _archive_unused(database: sqlite3.Connection, *, clean: bool) -> None:
