@@ -5,7 +5,7 @@ worker of a run has a template process (``python -m tests.prefork FD``), which i
 ``install`` makes ``subprocess`` do this for ``python -m MODULE`` with a module of this project; other programs are
 executed. A fork has the arguments, descriptors, environment and parent of the executed program and runs the module to
 its end. A forked daemon forks its first engine itself, while it has one thread; it executes the others. Tests of the
-start itself start ``python -c`` (``tests/service``).
+start itself execute (``tests/service``).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _PRELOADED: Final = (
     "inferencecenter.engine.grammar_sandbox",
     "inferencecenter.sessions.prompt.template_worker",
     "benchmarks.load",
+    "tests.prebuilt",
 )
 _MODULE: Final = "tests.prefork"
 _NEUTRAL: Final[dict[str, object]] = {

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 START_TIMEOUT_S: Final = 60.0
-# Becomes the daemon, with the sockets of ``LISTEN_FDS`` where systemd puts them.
-_EXEC: Final = """
-import os, sys
-if "LISTEN_FDS" in os.environ:
-    os.environ["LISTEN_PID"] = str(os.getpid())
-    for at, fd in enumerate(sys.argv[1:]):
-        os.dup2(int(fd), 3 + at)
-os.execv(sys.executable, [sys.executable, "-m", "inferencecenter", "serve"])
-"""
+_ROOT: Final = Path(__file__).parents[2]
 
 
 class ServiceManager:
@@ -98,9 +90,12 @@ class StartedDaemon:
 
 @contextlib.contextmanager
 def start_service(
-    folder: Path, *, sockets: tuple[socket.socket, ...] = (), **environment: str
+    folder: Path, *, sockets: tuple[socket.socket, ...] = (), how: str = "run", **environment: str
 ) -> Iterator[StartedDaemon]:
-    """Start a daemon with the echo backend, and kill it at the end if it still runs."""
+    """Start a daemon with the echo backend, and kill it at the end if it still runs.
+
+    It is a fork of a process that has imported it; with ``how="exec"`` it is executed, which takes seconds of CPU time.
+    """
     fds = [each.fileno() for each in sockets]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
     settings = {
@@ -116,12 +111,13 @@ def start_service(
     log = folder / "log"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", _EXEC, *map(str, fds)],
+            [sys.executable, "-m", "tests.service.activated", how, *map(str, fds)],
             env=inherited | settings | environment,
             stdout=output,
             stderr=output,
             pass_fds=fds,
-            start_new_session=True,  # without a terminal
+            cwd=_ROOT,
+            start_new_session=how == "exec",  # without a terminal
         )
     try:
         yield StartedDaemon(process, folder / "state", log)

@@ -53,7 +53,10 @@ def readiness(port: int) -> int:
 def test_ready_is_notified_when_turns_can_run(tmp_path: Path, manager: ServiceManager) -> None:
     """Before that the start is extended with a status."""
     (listening,) = bind("127.0.0.1", 0)
-    with listening, start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as daemon:
+    with (
+        listening,
+        start_service(tmp_path, sockets=(listening,), how="exec", NOTIFY_SOCKET=str(manager.path)) as daemon,
+    ):
         first = manager.receive()
         assert first == {"EXTEND_TIMEOUT_USEC": "60000000"}
         manager.receive_until(is_ready)
@@ -365,7 +368,7 @@ def test_ignored_sighup_stays_ignored(tmp_path: Path, manager: ServiceManager) -
     """Under nohup no reload happens."""
     ignoring = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as daemon:
+        with start_service(tmp_path, how="exec", NOTIFY_SOCKET=str(manager.path)) as daemon:
             manager.receive_until(is_ready)
             daemon.process.send_signal(signal.SIGHUP)
             assert daemon.stop() == 0
