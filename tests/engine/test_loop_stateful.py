@@ -10,9 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.scheduler.scheduler import Scheduler
@@ -222,5 +230,8 @@ class Turns(RuleBasedStateMachine):
             session.tokens = [*session.tokens, 256, *b"user\n", *text, 257, *said]
 
 
-Turns.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
-TestTurns = Turns.TestCase
+@pytest.mark.parametrize("n_sequences", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_any_sequence_of_turns(n_sequences: int) -> None:
+    """Each turn ends once with its own text, whatever else happens."""
+    limits = settings(max_examples=n_sequences, stateful_step_count=60, deadline=None)
+    run_state_machine_as_test(Turns, settings=limits)

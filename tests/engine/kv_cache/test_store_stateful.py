@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from inferencecenter.engine.kv_cache import disk
 from inferencecenter.engine.kv_cache.index import TierState
@@ -220,5 +221,8 @@ class StoreMachine(RuleBasedStateMachine):
         return next((n for n, (x, y) in enumerate(pairs) if x != y), len(pairs))
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+@pytest.mark.parametrize("n_sequences", [30, pytest.param(150, marks=pytest.mark.slow)])
+def test_any_sequence_of_offloads(n_sequences: int) -> None:
+    """Entries are returned unchanged or not at all."""
+    limits = settings(max_examples=n_sequences, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(StoreMachine, settings=limits)

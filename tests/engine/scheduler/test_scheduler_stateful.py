@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from inferencecenter.ipc.messages import EngineLimits
 from tests.engine.scheduler.harness import GRID_TOKENS, N_CTX, FakeStore, Faults, SchedulerHarness
@@ -206,5 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return stays * (N_CTX // GRID_TOKENS + 2) + 100
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+@pytest.mark.parametrize("n_sequences", [30, pytest.param(150, marks=pytest.mark.slow)])
+def test_any_sequence_of_requests(n_sequences: int) -> None:
+    """The invariants hold, and all requests end."""
+    limits = settings(max_examples=n_sequences, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(SchedulerMachine, settings=limits)
