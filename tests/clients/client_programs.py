@@ -196,8 +196,10 @@ def install(client: ClientProgram, cache: Path) -> Path:
         if client.uses_npm:
             run_installer("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages)
         else:
-            run_installer(sys.executable, "-m", "venv", str(folder))
-            run_installer(str(folder / "bin/pip"), "install", "--quiet", *packages)
+            # Without a pip of its own, and compiled when imported: most modules of these packages never are.
+            run_installer(sys.executable, "-m", "venv", "--without-pip", str(folder))
+            pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin/python"))
+            run_installer(*pip, "install", "--quiet", "--no-compile", *packages)
         complete.touch()
     return programs
 

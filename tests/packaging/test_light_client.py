@@ -32,9 +32,9 @@ def bin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", scratch, ROOT], check=True)
     (wheel,) = scratch.glob("*.whl")
-    venv.create(scratch / "venv", with_pip=True)
+    venv.create(scratch / "venv")
     done = subprocess.run(
-        [scratch / "venv/bin/python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", wheel],
+        [*pip, "--python", scratch / "venv/bin/python", "install", "--no-compile", wheel],
         check=False,
         capture_output=True,
         text=True,
