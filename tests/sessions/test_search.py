@@ -540,3 +540,21 @@ def test_excerpts_of_a_search_are_bounded_in_sum() -> None:
     assert not found[-1]
     assert found == sorted(found, reverse=True)
     assert excerpts.of("the needle")[1]
+
+
+async def test_search_that_runs_when_the_store_closes_fails_cleanly(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection closes under it, on another thread."""
+    async with storing(path) as world:
+        world.conversation("What burns?", "A torch.")
+    archive = ArchiveReader(path)
+
+    def close_meanwhile(database: sqlite3.Connection, *_: Any, **__: Any) -> None:
+        archive.close()
+        database.execute("SELECT 1")
+
+    monkeypatch.setattr(reader, "search_file", close_meanwhile)
+    with pytest.raises(InferenceCenterError) as failed:
+        archive.search("ada", [], after=None, limit=1)
+    assert failed.value.code is ErrorCode.STORAGE_UNAVAILABLE

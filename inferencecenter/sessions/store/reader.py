@@ -69,19 +69,19 @@ class _ReadingConnection:
             InferenceCenterError: ``storage_unavailable``.
         """
         try:
-            if self._database is None:
-                self._database = connect_reading(self._path)
-            self._database.execute("BEGIN")
+            if (database := self._database) is None:
+                database = self._database = connect_reading(self._path)
+            database.execute("BEGIN")
             try:
-                yield self._database
+                yield database
             finally:
-                self._database.execute("ROLLBACK")
+                database.execute("ROLLBACK")
         except (sqlite3.Error, OSError) as error:
             _log.error("archive_unreadable", path=str(self._path), reason=str(error))
             raise _unreadable(retry_after_ms=RETRY_SOON_MS if is_busy(error) else RETRY_LATER_MS) from error
 
     def close(self) -> None:
-        """Close the connection; a query that runs on another thread ends."""
+        """Close the connection; a query that runs on another thread ends with ``storage_unavailable``."""
         database, self._database = self._database, None
         if database is not None:
             database.interrupt()
