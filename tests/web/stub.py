@@ -40,11 +40,12 @@ class Stub:
     """Simulates a daemon with one session and one turn.
 
     Attributes: answers are further replies by op, each given the request; asked is the page's question and its
-    socket, once received.
+    socket, once received; seq is the number of the session's last event.
     """
 
     answers: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     asked: asyncio.Future[tuple[WebSocketRoute, str]] = field(default_factory=asyncio.Future)
+    seq: int = 0
 
     async def take_over(self, page: Page) -> None:
         """Route the page's sockets here."""
@@ -53,15 +54,17 @@ class Stub:
     async def give(self, answer: Sequence[str], *, burst: int, pause_s: float) -> None:
         """Answer the question with these pieces; pause after every few."""
         socket, request_id = await self.asked
-        turn = {"session_id": "s1", "turn_id": "t1"}
-        _send(socket, {"op": "queued", "seq": 1, "position": 0, "id": request_id, **turn})
-        for seq, content in enumerate(answer, start=2):
-            _send(socket, {"op": "token", "seq": seq, "content": content, **turn})
-            if seq % burst == 0:
+        self._publish(socket, {"op": "queued", "position": 0, "id": request_id})
+        for number, content in enumerate(answer, start=2):
+            self._publish(socket, {"op": "token", "content": content})
+            if number % burst == 0:
                 await asyncio.sleep(pause_s)
         usage = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(answer)}
-        ending = {"finish_reason": "stop", "usage": usage, "stats": _STATS, "warnings": []}
-        _send(socket, {"op": "end", "seq": len(answer) + 2, **ending, **turn})
+        self._publish(socket, {"op": "end", "finish_reason": "stop", "usage": usage, "stats": _STATS, "warnings": []})
+
+    def _publish(self, socket: WebSocketRoute, event: dict[str, Any]) -> None:
+        self.seq += 1
+        _send(socket, {**event, "seq": self.seq, "session_id": "s1", "turn_id": "live"})
 
     def _greet(self, socket: WebSocketRoute) -> None:
         socket.on_message(lambda text: self._answer(socket, json.loads(text)))

@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 FIRST_PAINT_BYTES = 150 * 1024
 MOST_REQUESTS = 60
 TOKENS = 10_000
+SEQ = 9
 STORED = {
     "op": "session_resumed", "session_id": "s1", "resumed": False, "reason": "no_position", "state": "idle",
-    "epoch": "e1", "seq": 9, "turns": [{"turn_id": "t1", "finish_reason": "stop", "messages": 2}],
+    "epoch": "e1", "seq": SEQ, "turns": [{"turn_id": "t1", "finish_reason": "stop", "messages": 2}],
 }  # fmt: skip
 PARTS = (
     "Some words with **weight** and `code` that go on for a line or two before they end. ",
@@ -209,6 +210,103 @@ async def test_long_code_is_highlighted_in_view(browser: Browser, echo: Daemon) 
         assert await highlighted.count() < n_parts / 2
         select = "(code) => (getSelection().selectAllChildren(code), getSelection().toString())"
         assert (await shown.locator("code").evaluate(select)).strip() == CODE.strip()
+
+
+TURNS = 200
+TURN = "Number {0} has **weight**.\n\n" + "".join(PARTS)
+COUNT_RENDERS = """async () => {
+  const main = document.querySelector("script[type=module]").src;
+  const { options } = await import(new URL("../vendor/preact.js", main));
+  const before = options.__r; // called with each component that is rendered
+  window.rendered = new Set();
+  options.__r = (vnode) => {
+    if (vnode.type.name === "TurnView") rendered.add(vnode.key);
+    before?.(vnode);
+  };
+}"""
+TAKE_RENDERED = "() => [[...rendered], rendered.clear()][0]"
+DELAY_IDLE = """
+const waiting = [];
+const run = (then) => setTimeout(() => then({ didTimeout: false, timeRemaining: () => 50 }));
+let isIdle = false;
+window.requestIdleCallback = (then) => (isIdle ? run(then) : waiting.push(then));
+window.beIdle = () => {
+  isIdle = true;
+  waiting.forEach(run);
+};
+"""
+
+
+def many_turns() -> Stub:
+    """Return a daemon with a conversation of many turns."""
+    asked = [{"role": "user", "content": f"Question {number}"} for number in range(TURNS)]
+    answered = [{"role": "assistant", "content": TURN.format(number)} for number in range(TURNS)]
+    turns = [
+        {"turn_id": f"turn-{number}", "finish_reason": "stop", "messages": 2 * number + 2} for number in range(TURNS)
+    ]
+    transcript = list(itertools.chain.from_iterable(zip(asked, answered, strict=True)))
+    stored = {**STORED, "transcript": transcript, "turns": turns}
+    return Stub(answers={"resume_session": lambda asked: stored}, seq=SEQ)
+
+
+async def test_answer_renders_no_earlier_turn(browser: Browser, echo: Daemon) -> None:
+    """The begin of an answer renders its turn and the one before, which loses a button; its end renders its turn."""
+    stub = many_turns()
+    async with visiting(browser, origin_of(echo)) as visit:
+        await stub.take_over(visit.page)
+        await visit.go("#token=any")
+        await expect(visit.composer).to_be_visible()
+        await visit.go("#/c/s1")
+        await visit.answered(count=TURNS)
+        edit = visit.button("Edit")
+        await expect(edit).to_have_count(TURNS)
+        await visit.page.evaluate(COUNT_RENDERS)
+        await visit.ask("Next?")
+        await expect(visit.questions).to_have_count(TURNS + 1)
+        await expect(edit).to_have_count(0)
+        begun = await visit.page.evaluate(TAKE_RENDERED)
+        assert len(begun) == 2, begun
+        assert f"turn-{TURNS - 1}" in begun
+        await stub.give(["Some ", "words."], burst=1, pause_s=0.05)
+        await visit.answered(count=TURNS + 1)
+        await expect(edit).to_have_count(TURNS + 1)
+        ended = await visit.page.evaluate(TAKE_RENDERED)
+        assert len(ended) == 1, ended
+        assert not set(ended) - set(begun)
+
+
+async def test_turns_are_rendered_near_view_and_when_idle(browser: Browser, echo: Daemon) -> None:
+    """The others are shown as their text; what is in view does not move when they are rendered."""
+    stub = many_turns()
+    waiting, key = ".prose[data-raw]", "has **weight**"
+    async with visiting(browser, origin_of(echo)) as visit:
+        await visit.page.add_init_script(DELAY_IDLE)
+        await stub.take_over(visit.page)
+        await visit.go("#token=any")
+        await expect(visit.composer).to_be_visible()
+        await visit.go("#/c/s1")
+        await visit.answered(count=TURNS)
+        region = visit.page.get_by_role("region", name="Messages")
+        raw = visit.page.locator(waiting)
+        assert await raw.count() > TURNS * 3 / 4
+        assert key in str(await visit.answers.nth(5).text_content())
+        await region.hover()
+        await visit.page.mouse.wheel(0, -6000)
+        await expect(visit.button("Scroll to the end")).to_be_visible()
+        await expect(visit.page.locator(f"{waiting}:visible >> nth=0")).not_to_be_in_viewport()
+        assert await raw.count() > TURNS / 2
+        place = """(each) => {
+          const inView = [...each.querySelectorAll(".turn")].find((turn) => turn.getBoundingClientRect().bottom > 300);
+          return [inView.dataset.turn, Math.round(inView.getBoundingClientRect().top)];
+        }"""
+        before = await region.evaluate(place)
+        await visit.page.evaluate("beIdle()")
+        await expect(raw).to_have_count(0)
+        turn, top = await region.evaluate(place)
+        assert turn == before[0]
+        assert abs(top - before[1]) <= 2
+        assert key not in str(await visit.answers.nth(5).text_content())
+        await expect(visit.answers.nth(5).locator("table")).to_have_count(1)
 
 
 def letters_of(text: str) -> str:

@@ -9,12 +9,24 @@
 import { Marked, Parser } from "../../vendor/marked.js";
 import { CodeBlock, dress } from "./blocks.js";
 import { drawFormulas, formulaExtensions } from "./math.js";
+import { checkboxText, headingLevel, isPlain, nodesOf } from "./nodes.js";
 import { definedIn, Reader } from "./reader.js";
 import { mayLink, sanitized, withBareTags } from "./sanitizer.js";
-import { begin, beginLater, cancel } from "./slices.js";
+import { begin, beginIdle, beginLater, cancel } from "./slices.js";
 
 const LONG = 2000;
 const DEFINITION = /^ {0,3}\[[^\]]+\]:/m;
+
+/** A text that is about to scroll into view is rendered before those that wait for idle times. */
+const AHEAD = "1000px";
+/** @type {WeakMap<Element, () => void>}  What to do when an element comes near the view. */
+const onNear = new WeakMap();
+const near = new IntersectionObserver(
+  (entries) => {
+    for (const { isIntersecting, target } of entries) if (isIntersecting) onNear.get(target)?.();
+  },
+  { rootMargin: AHEAD, scrollMargin: AHEAD },
+);
 
 /** A text in an element, whose `aria-busy` is set while more of it is to be shown. */
 export class MarkdownView {
@@ -35,13 +47,17 @@ export class MarkdownView {
    * Shows a text, at once or over the next frames; one that extends the previous text is appended.
    *
    * @param {string} text
-   * @param {{done: boolean}} options  Whether the text is complete.
+   * @param {{done: boolean, eager: boolean}} options  Whether the text is complete, and whether it is rendered at once.
+   *   One that waits until it is near the view, or the browser idle, is shown as it is: it can be found, selected and read out.
    */
-  update(text, { done }) {
+  update(text, { done, eager }) {
     this._wanted = { text: text.includes("\r") ? text.replace(/\r\n?/g, "\n") : text, done };
     if (this._work) return;
     this._work = this._working();
-    this._root.ariaBusy = "true";
+    if (!eager && !this._root.hasChildNodes()) {
+      this._postpone(this._work);
+      return;
+    }
     // A long or final text usually coincides with a change of view, so rendering starts in the next frame.
     const isMuch = text.length - (done ? 0 : this._shown.length) > LONG;
     (isMuch ? beginLater : begin)(this._work);
@@ -49,11 +65,28 @@ export class MarkdownView {
 
   /** Stops all updates. */
   end() {
+    near.unobserve(this._root);
     if (this._work) cancel(this._work);
+  }
+
+  /** @param {Generator<void>} work */
+  _postpone(work) {
+    this._root.textContent = this._wanted.text;
+    this._root.dataset.raw = "";
+    this._place = document.createElement("div");
+    onNear.set(this._root, () => {
+      near.unobserve(this._root);
+      cancel(work);
+      beginLater(work);
+    });
+    near.observe(this._root);
+    beginIdle(work);
   }
 
   /** @returns {Generator<void>} */
   *_working() {
+    near.unobserve(this._root);
+    this._root.ariaBusy = "true";
     for (let shown = null; shown !== this._wanted; ) {
       shown = this._wanted;
       yield* this.showing(shown.text, shown.done);
@@ -81,8 +114,11 @@ export class MarkdownView {
       yield;
     }
     for (const block of this._open.splice(open)) block.element.remove();
-    if (this._place !== this._root) this._root.replaceChildren(...this._place.childNodes);
+    if (this._place === this._root) return;
+    this._root.replaceChildren(...this._place.childNodes);
+    delete this._root.dataset.raw;
     this._place = this._root;
+    drawFormulas(this._root); // they are drawn in the page only
   }
 
   /**
@@ -342,14 +378,14 @@ function apart(indices, keys) {
 }
 
 /**
- * Overrides of the renderer: no images, links to other sites only, and no h1 or h2, which belong to the page. `false`
- * means the default.
+ * Overrides of the renderer, for Markdown with HTML or entities: no images, links to other sites only, and no h1 or h2,
+ * which belong to the page. `false` means the default.
  *
  * @type {import("../../vendor/marked.js").RendererObject}
  */
 const renderer = {
   heading({ tokens, depth }) {
-    const level = Math.min(6, depth + 1);
+    const level = headingLevel(depth);
     return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>\n`;
   },
   html({ text }) {
@@ -362,9 +398,7 @@ const renderer = {
   link({ href, tokens }) {
     return mayLink(href) ? false : this.parser.parseInline(tokens);
   },
-  checkbox({ checked }) {
-    return checked ? "☑ " : "☐ ";
-  },
+  checkbox: checkboxText,
 };
 /** Options of the lexer. */
 const options = /** @type {any} */ (new Marked({ gfm: true, renderer, extensions: formulaExtensions }).defaults);
@@ -376,7 +410,7 @@ const parser = new Parser(options);
  * @param {any[]} tokens
  */
 function rendered(tokens) {
-  const fragment = sanitized(parser.parse(tokens));
+  const fragment = tokens.every(isPlain) ? nodesOf(tokens) : sanitized(parser.parse(tokens));
   dress(fragment);
   drawFormulas(fragment);
   return fragment;
@@ -388,7 +422,7 @@ function rendered(tokens) {
  * @param {any[]} tokens
  */
 function renderedInline(tokens) {
-  const fragment = sanitized(parser.parseInline(tokens));
+  const fragment = tokens.every(isPlain) ? nodesOf(tokens) : sanitized(parser.parseInline(tokens));
   drawFormulas(fragment);
   return fragment;
 }

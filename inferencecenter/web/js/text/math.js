@@ -51,10 +51,10 @@ export const formulaExtensions = [
 /**
  * Has the formulas of rendered content drawn, those that were drawn before at once.
  *
- * @param {DocumentFragment} fragment
+ * @param {ParentNode} content
  */
-export function drawFormulas(fragment) {
-  for (const element of fragment.querySelectorAll(".math")) {
+export function drawFormulas(content) {
+  for (const element of content.querySelectorAll(".math:not(.math-failed, :has(*))")) {
     const source = element.textContent ?? "";
     const formula = { source: source.replace(DELIMITERS, ""), display: DISPLAY.test(source) };
     if (!drawing?.drawKnown(element, formula)) beginLater(drawn(element, formula));

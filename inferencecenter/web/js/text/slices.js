@@ -1,17 +1,26 @@
 // @ts-check
-/** Time-sliced work, one slice per frame; the latest work has priority. */
+/** Time-sliced work, one slice per frame, and work for idle times; the latest work has priority. */
 
-const BUDGET_MS = 6;
+/** A step that starts within it is finished, so a slice may take somewhat longer. */
+const BUDGET_MS = 3;
 /** After a long slice, all work pauses for this multiple of its duration. */
 const REST_FACTOR = 3;
 const REST_FROM_MS = 12;
 const MAX_REST_MS = 200;
+const IDLE_BUDGET_MS = 12;
+/** With less time than this left, a frame is due. */
+const FRAME_MS = 17;
+/** Work for idle times gets a slice after this time at the latest. */
+const IDLE_WITHIN_MS = 500;
 
 /** @typedef {Iterator<void>} Work  Each step is much shorter than a slice. */
 
 /** @type {Work[]} */
 const begun = [];
+/** @type {Work[]} */
+const idle = [];
 let waits = false;
+let waitsIdle = false;
 let restUntil = 0;
 
 /**
@@ -35,10 +44,19 @@ export function beginLater(work) {
   if (!waits) wait();
 }
 
-/** @param {Work} work  Work to cancel. */
+/**
+ * Starts when the browser is idle, and continues in such times only.
+ *
+ * @param {Work} work
+ */
+export function beginIdle(work) {
+  idle.push(work);
+  waitIdle();
+}
+
+/** @param {Work} work  Work to cancel; it may be begun again. */
 export function cancel(work) {
-  const at = begun.indexOf(work);
-  if (at >= 0) begun.splice(at, 1);
+  for (const queue of [begun, idle]) if (queue.includes(work)) queue.splice(queue.indexOf(work), 1);
 }
 
 function wait() {
@@ -53,13 +71,34 @@ function slice() {
   wait();
   const from = performance.now();
   if (from < restUntil) return;
-  while (begun.length > 0 && performance.now() - from < BUDGET_MS) step(/** @type {Work} */ (begun.pop()));
+  while (begun.length > 0 && performance.now() - from < BUDGET_MS) step(begun);
   const took = performance.now() - from;
   restUntil = took > REST_FROM_MS ? from + took + Math.min(MAX_REST_MS, took * REST_FACTOR) : 0;
 }
 
-/** @param {Work} work  Removed if it throws. */
-function step(work) {
-  const at = begun.length;
-  if (!work.next().done) begun.splice(at, 0, work);
+/** @param {Work[]} queue  Its last work does a step; it is removed if it throws. */
+function step(queue) {
+  const work = /** @type {Work} */ (queue.pop());
+  const at = queue.length;
+  if (!work.next().done) queue.splice(at, 0, work);
+}
+
+/** Safari has no idle callbacks. */
+const requestIdle =
+  globalThis.requestIdleCallback ??
+  ((/** @type {IdleRequestCallback} */ then) => setTimeout(() => then({ didTimeout: true, timeRemaining: () => 0 }), 2 * FRAME_MS));
+
+function waitIdle() {
+  if (waitsIdle || idle.length === 0) return;
+  waitsIdle = true;
+  requestIdle(idleSlice, { timeout: IDLE_WITHIN_MS });
+}
+
+/** @param {IdleDeadline} deadline */
+function idleSlice(deadline) {
+  waitsIdle = false;
+  const from = performance.now();
+  const budget = deadline.didTimeout ? BUDGET_MS : deadline.timeRemaining() > FRAME_MS ? IDLE_BUDGET_MS : 0;
+  while (idle.length > 0 && performance.now() - from < budget) step(idle);
+  waitIdle();
 }

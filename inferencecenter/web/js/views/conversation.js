@@ -150,11 +150,34 @@ function Turns({ session }) {
   if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">${t("notice.loading")}</p>`;
   if (turns.length === 0 && !live) return html`<${Empty} session=${session} />`;
   // One list: a running turn keeps its nodes when it ends.
-  const shown = turns.map((turn, index) => ({ key: turn.key, turn, doing: doingWith(session, index) }));
-  const all = live ? [...shown, { key: live.key, live, doing: {} }] : shown;
-  return html`<div class="turns">
-    ${all.map(({ key, ...props }) => html`<${TurnView} key=${key} waiting=${waiting} ...${props} />`)}
-  </div>`;
+  const shown = turns.map((_turn, index) => endedTurn(session, index, live === null && index === turns.length - 1));
+  const all = live ? [...shown, html`<${TurnView} key=${live.key} live=${live} waiting=${waiting} doing=${NOTHING} />`] : shown;
+  return html`<div class="turns" data-idle=${session.idle}>${all}</div>`;
+}
+
+/** @type {WeakMap<import("../wire/transcript.js").Turn, {inputs: readonly unknown[], element: any}>} */
+const elements = new WeakMap();
+/** @type {import("./message.js").Doing} */
+const NOTHING = {};
+
+/**
+ * Returns the element of an ended turn, which is the same one until something about the turn changes: the same element is
+ * not rendered again, so in a long conversation the begin and the end of an answer render the turns at its end only.
+ *
+ * @param {Session} session
+ * @param {number} index
+ * @param {boolean} isLast  Whether nothing follows it.
+ */
+function endedTurn(session, index, isLast) {
+  const turns = session.turns.value;
+  const [turn, id] = [turns[index], session.id.value];
+  const versions = id === null ? undefined : versionsAt(sessions.value, id, index);
+  const inputs = [session, id, index, index === 0 || turns[index - 1].turnId !== null, isLast, versions?.at, versions?.ids.join(" ")];
+  const known = elements.get(turn);
+  if (known && known.inputs.every((input, at) => input === inputs[at])) return known.element;
+  const element = html`<${TurnView} key=${turn.key} turn=${turn} isLast=${isLast} waiting="" doing=${doingWith(session, index, isLast, versions)} />`;
+  elements.set(turn, { inputs, element });
+  return element;
 }
 
 /** @param {{session: Session}} props */
@@ -213,48 +236,42 @@ function Standing({ session }) {
 }
 
 /**
- * Returns the actions available for a turn.
+ * Returns the actions available for an ended turn; those that change the conversation are displayed while it is idle.
  *
  * @param {Session} session
  * @param {number} index
+ * @param {boolean} isLast
+ * @param {{ids: readonly string[], at: number}} [versions]
  * @returns {import("./message.js").Doing}
  */
-function doingWith(session, index) {
-  const turns = session.turns.value;
+function doingWith(session, index, isLast, versions) {
+  const turns = session.turns.peek();
   const turn = turns[index];
   const failed = turn.ending?.reason === "error";
-  const calls = index === turns.length - 1 && turn.ending?.reason === "tool_calls" ? turn.answer?.toolCalls ?? [] : [];
+  const calls = isLast && turn.ending?.reason === "tool_calls" ? turn.answer?.toolCalls ?? [] : [];
   const answerCalls = (/** @type {readonly import("../wire/transcript.js").ChatMessage[]} */ messages) => {
     focusComposer();
     attempt(() => askAgain(session, [...session.results.peek(), ...messages]));
   };
   const isFresh = turn.ending?.stats !== null; // it ended before the user's eyes
-  const results = calls.length > 0 && session.live.value === null ? { session, isFresh, onSend: answerCalls } : undefined;
-  if (!session.idle || turn.ending === null) return { results };
+  const results = calls.length > 0 ? { session, isFresh, onSend: answerCalls } : undefined;
+  if (turn.ending === null) return { results };
   const reachable = failed || index === 0 || turns[index - 1].turnId !== null;
   // The button that was pressed disappears, so the focus has to move.
   const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) => {
     focusComposer();
     attempt(() => askInVersion(session, index, change(turn.asked)));
   };
-  const id = session.id.value;
   return {
-    versions: id === null ? undefined : versionsOfTurn(id, index),
+    isIdle: () => session.idle,
+    versions: versions && versions.ids.length > 1 && versions.at >= 0
+      ? { at: versions.at, count: versions.ids.length, show: (which) => openSession(versions.ids[which]) }
+      : undefined,
     results,
     edit: reachable ? (text) => again((asked) => [...asked.slice(0, -1), { role: "user", content: text }]) : undefined,
-    again: reachable && index === turns.length - 1 ? () => again((asked) => asked) : undefined,
+    again: reachable && isLast ? () => again((asked) => asked) : undefined,
     fork: turn.turnId !== null ? () => fork(session, /** @type {string} */ (turn.turnId)) : undefined,
   };
-}
-
-/**
- * @param {string} id
- * @param {number} index
- * @returns {import("./message.js").Doing["versions"]}
- */
-function versionsOfTurn(id, index) {
-  const { ids, at } = versionsAt(sessions.value, id, index);
-  return ids.length > 1 && at >= 0 ? { at, count: ids.length, show: (which) => openSession(ids[which]) } : undefined;
 }
 
 const EVERY_MS = 2500;
@@ -319,6 +336,8 @@ function followEnd(scroller, onChange) {
   const set = (/** @type {boolean} */ value) => {
     if (following === value) return;
     following = value;
+    // Content that is rendered above the view must not move it; its end moves while it is followed.
+    scroller.style.overflowAnchor = value ? "none" : "auto";
     onChange(value);
   };
   const toEnd = () => {

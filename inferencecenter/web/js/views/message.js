@@ -16,6 +16,7 @@ import { Outcome, Progress } from "./outcome.js";
  * @typedef {import("../wire/live.js").Live} Live
  *
  * @typedef {object} Doing  Actions available for a turn; absent ones are not.
+ * @property {() => boolean} [isIdle]  Whether they can be used now; a view that reads it is notified of changes.
  * @property {(text: string) => void} [edit]  Replaces the message.
  * @property {() => void} [again]  Generates the answer again.
  * @property {() => void} [fork]
@@ -34,24 +35,27 @@ const fileViews = () => import("./files.js");
 /**
  * A message with its answer, complete or in progress.
  *
- * @param {{turn?: Turn, live?: Live, waiting: string, doing: Doing}} props
+ * @param {{turn?: Turn, live?: Live, isLast?: boolean, waiting: string, doing: Doing}} props
  */
-export function TurnView({ turn, live, waiting, doing }) {
+export function TurnView({ turn, live, isLast = false, waiting, doing }) {
   live?.version.value;
   const asked = (live ?? turn)?.asked ?? [];
   const answer = live?.answer() ?? turn?.answer ?? null;
   const lastUser = asked.findLastIndex((message) => message.role === "user");
   return html`
     <div class="turn" data-turn=${turn?.turnId}>
-      ${asked.map((message, index) => html`<${Asked} key=${index} message=${message} edit=${index === lastUser ? doing.edit : undefined} />`)}
+      ${asked.map((message, index) => html`<${Asked} key=${index} message=${message} doing=${index === lastUser ? doing : NOTHING} />`)}
       ${(answer || turn?.ending) &&
-      html`<${Reply} answer=${answer} live=${live} ending=${turn?.ending} turnId=${turn?.turnId ?? null} waiting=${waiting} doing=${doing} />`}
+      html`<${Reply} answer=${answer} live=${live} eager=${isLast} ending=${turn?.ending} turnId=${turn?.turnId ?? null} waiting=${waiting} doing=${doing} />`}
     </div>
   `;
 }
 
-/** @param {{message: ChatMessage, edit?: (text: string) => void}} props */
-function Asked({ message, edit }) {
+/** @type {Doing} */
+const NOTHING = {};
+
+/** @param {{message: ChatMessage, doing: Doing}} props */
+function Asked({ message, doing: { edit, isIdle } }) {
   const [editing, setEditing] = useState(false);
   const article = useRef(/** @type {HTMLElement | null} */ (null));
   const { files, text } = useMemo(() => filesIn(message.content), [message.content]);
@@ -61,12 +65,12 @@ function Asked({ message, edit }) {
   };
   if (message.role === "assistant") {
     const { content, reasoning = "", tool_calls: toolCalls = [] } = message;
-    return html`<${Reply} answer=${{ content, reasoning, toolCalls }} waiting="" doing=${{}} />`;
+    return html`<${Reply} answer=${{ content, reasoning, toolCalls }} waiting="" doing=${NOTHING} />`;
   }
   if (message.role === "tool") {
     return html`<details class="tool"><summary><${Icon} name="tool" /> ${t("role.tool")}</summary><pre tabindex="0">${message.content}</pre></details>`;
   }
-  if (editing && edit) {
+  if (editing && edit && isIdle?.()) {
     const save = (/** @type {string} */ content) => {
       setEditing(false);
       edit(content);
@@ -79,7 +83,7 @@ function Asked({ message, edit }) {
       ${(text || files.length === 0) && html`<${Bubble} text=${text} />`}
       <div class="actions">
         <${CopyButton} text=${message.content} />
-        ${edit && html`<${Action} icon="edit" label=${t("message.edit")} onClick=${() => setEditing(true)} />`}
+        ${edit && html`<${Action} whenIdle icon="edit" label=${t("message.edit")} onClick=${() => setEditing(true)} />`}
       </div>
     </article>
   `;
@@ -100,15 +104,15 @@ function Bubble({ text }) {
   `;
 }
 
-/** @param {{answer: Answer | null, live?: Live, ending?: Turn["ending"], turnId?: string | null, waiting: string, doing: Doing}} props */
-function Reply({ answer, live, ending, turnId = null, waiting, doing }) {
+/** @param {{answer: Answer | null, live?: Live, eager?: boolean, ending?: Turn["ending"], turnId?: string | null, waiting: string, doing: Doing}} props */
+function Reply({ answer, live, eager = false, ending, turnId = null, waiting, doing }) {
   const content = answer?.content ?? "";
   const shifted = live?.shifted ?? ending?.shifted ?? 0;
   const thinking = live?.phase === "thinking";
   return html`
     <article class="message answer" aria-label=${t("role.assistant")} aria-busy=${Boolean(live)}>
-      ${answer?.reasoning && html`<${Reasoning} text=${answer.reasoning} open=${thinking} done=${!live} />`}
-      ${content && html`<${Markdown} text=${content} done=${!live} />`}
+      ${answer?.reasoning && html`<${Reasoning} text=${answer.reasoning} open=${thinking} done=${!live} eager=${Boolean(live) || eager} />`}
+      ${content && html`<${Markdown} text=${content} done=${!live} eager=${Boolean(live) || eager} />`}
       ${answer?.toolCalls.map((call) => html`<${Call} key=${call.call_id} call=${call} done=${!live} />`)}
       ${doing.results && html`<${Lazy} load=${results} name="ToolResults" calls=${answer?.toolCalls} ...${doing.results} />`}
       ${shifted > 0 && html`<p class="aside">${t("context.shifted", { n: shifted })}</p>`}
@@ -118,8 +122,8 @@ function Reply({ answer, live, ending, turnId = null, waiting, doing }) {
       html`<div class="answer-foot">
         <div class="actions">
           ${content && html`<${CopyButton} text=${content} />`}
-          ${doing.again && !ending?.error && html`<${Action} icon="again" label=${t("message.regenerate")} onClick=${doing.again} />`}
-          ${doing.fork && html`<${Action} icon="fork" label=${t("message.fork")} onClick=${doing.fork} />`}
+          ${doing.again && !ending?.error && html`<${Action} whenIdle icon="again" label=${t("message.regenerate")} onClick=${doing.again} />`}
+          ${doing.fork && html`<${Action} whenIdle icon="fork" label=${t("message.fork")} onClick=${doing.fork} />`}
         </div>
         ${doing.versions && html`<${Versions} ...${doing.versions} />`}
         ${ending && html`<${Outcome} ending=${ending} turnId=${turnId} />`}
@@ -131,7 +135,7 @@ function Reply({ answer, live, ending, turnId = null, waiting, doing }) {
 /** @param {{at: number, count: number, show: (at: number) => void}} props */
 function Versions({ at, count, show }) {
   return html`
-    <div class="versions" role="group" aria-label=${t("message.versions")}>
+    <div class="versions" data-when="idle" role="group" aria-label=${t("message.versions")}>
       <button type="button" class="icon-button" aria-label=${t("message.previous_version")} title=${t("message.previous_version")} disabled=${at === 0}
         onClick=${() => show(at - 1)}>‹</button>
       <span>${at + 1}/${count}</span>
@@ -141,24 +145,24 @@ function Versions({ at, count, show }) {
   `;
 }
 
-/** @param {{text: string, done: boolean}} props */
-function Markdown({ text, done }) {
+/** @param {{text: string, done: boolean, eager: boolean}} props */
+function Markdown({ text, done, eager }) {
   const ref = useRef(/** @type {HTMLElement | null} */ (null));
   const view = useRef(/** @type {MarkdownView | null} */ (null));
   useLayoutEffect(() => {
     view.current ??= new MarkdownView(/** @type {HTMLElement} */ (ref.current));
-    view.current.update(text, { done });
+    view.current.update(text, { done, eager });
   }, [text, done]);
   useEffect(() => () => view.current?.end(), []);
   return html`<div class="prose" ref=${ref}></div>`;
 }
 
-/** @param {{text: string, open: boolean, done: boolean}} props */
-function Reasoning({ text, open, done }) {
+/** @param {{text: string, open: boolean, done: boolean, eager: boolean}} props */
+function Reasoning({ text, open, done, eager }) {
   return html`
     <details class="reasoning">
       <summary>${t(open ? "message.thinking" : "message.thoughts")}</summary>
-      <${Markdown} text=${text} done=${done} />
+      <${Markdown} text=${text} done=${done} eager=${eager} />
     </details>
   `;
 }
@@ -178,7 +182,7 @@ function Problem({ error, again }) {
   return html`
     <div class="notice" data-mood="bad" role="alert">
       <span><strong>${error.message}</strong> ${error.hint} ${error.field && html`<span class="notice-detail">${rich("message.field", { field: html`<code>${error.field}</code>` })}</span>`}</span>
-      ${again && !(error.isStorageFull && full.value) && html`<button type="button" class="button small" onClick=${again}>${t("message.retry")}</button>`}
+      ${again && !(error.isStorageFull && full.value) && html`<button type="button" class="button small" data-when="idle" onClick=${again}>${t("message.retry")}</button>`}
     </div>
   `;
 }
@@ -235,10 +239,10 @@ function CopyButton({ text }) {
   return html`<${Action} icon=${copied ? "check" : "copy"} label=${t(copied ? "message.copied" : "message.copy")} onClick=${press} />`;
 }
 
-/** @param {{icon: string, label: string, onClick: () => void}} props */
-function Action({ icon, label, onClick }) {
+/** @param {{icon: string, label: string, whenIdle?: boolean, onClick: () => void}} props */
+function Action({ icon, label, whenIdle = false, onClick }) {
   return html`
-    <button type="button" class="icon-button" data-act=${icon} aria-label=${label} title=${label} onClick=${onClick}><${Icon} name=${icon} /></button>
+    <button type="button" class="icon-button" data-act=${icon} data-when=${whenIdle ? "idle" : undefined} aria-label=${label} title=${label} onClick=${onClick}><${Icon} name=${icon} /></button>
   `;
 }
 
