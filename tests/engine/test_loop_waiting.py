@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from inferencecenter.engine.loop import _TOKENIZATION_SHARE
 from inferencecenter.ipc.messages import (
     AbortTurn,
     ContextFull,
@@ -230,9 +231,15 @@ def test_turn_that_arrives_during_a_decode_is_read_right_after_it(monkeypatch: p
     engine.stop()
 
 
-def test_long_tokenization_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop waits for it briefly, once, and continues."""
-    _wait_for_tokens(monkeypatch, 0.01)
+@pytest.mark.parametrize(
+    ("wait_s", "share"),
+    [pytest.param(0.01, 1e12, id="long-tokenization"), pytest.param(3600, _TOKENIZATION_SHARE, id="short-decodes")],
+)
+def test_turns_continue_while_another_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float, share: float
+) -> None:
+    """The loop waits at most for a limited time, and for no more than a share of a decode."""
+    _wait_for_tokens(monkeypatch, wait_s, share=share)
     engine = Engine(slots=2)
     engine.backend.tokenizing["slow"] = threading.Event()
     engine.front.send(submit("old", "text", params=ENDLESS))
@@ -246,23 +253,7 @@ def test_long_tokenization_does_not_hold_up_the_others(monkeypatch: pytest.Monke
     engine.stop()
 
 
-def test_short_decodes_do_not_wait_for_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arriving turn would save less time than the others lose."""
-    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", 3600)
-    engine = Engine(slots=2)
-    engine.backend.tokenizing["slow"] = threading.Event()
-    engine.front.send(submit("old", "text", params=ENDLESS))
-    engine.front.read_until(lambda: bool(engine.front.text("old")))
-    engine.tell(submit("new", "slow"))
-    shown = len(engine.front.text("old"))
-    engine.front.read_until(lambda: len(engine.front.text("old")) > shown + 20)
-    assert "new" not in engine.front.events
-    engine.backend.tokenizing["slow"].set()
-    assert engine.front.finished("new").reason == "stop"
-    engine.stop()
-
-
-def _wait_for_tokens(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
-    """Let the loop wait so long for the tokens of a turn that arrives, however short decodes are."""
+def _wait_for_tokens(monkeypatch: pytest.MonkeyPatch, wait_s: float, *, share: float = 1e12) -> None:
+    """Let the loop wait so long for the tokens of a turn that arrives, and at most for this share of a decode."""
     monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", wait_s)
-    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_SHARE", 1e12)
+    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_SHARE", share)
