@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.codec import check_json_bounds, invalid_request
+from inferencecenter.protocol.codec import LARGE_CHARS, check_json_bounds, invalid_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,14 +27,8 @@ if TYPE_CHECKING:
 _MANY: Final = 200
 """More fields than any model has, so with this many at least one is unknown."""
 
-LARGE_BYTES: Final = 64 * 1024
-"""From this size on a body takes milliseconds to parse, which is too long for the event loop."""
-
-_MANY_OBJECTS: Final = 256
-"""From this number on the objects of a smaller body take milliseconds too."""
-
-_MANY_COMMAS: Final = 2048
-"""From this number on its other values take a millisecond: lists of one token each half a microsecond apiece."""
+LARGE_BYTES: Final = LARGE_CHARS
+"""From this size on a body or a result takes milliseconds of the event loop."""
 
 BODIES_BYTES: Final = 256 * 1024 * 1024
 """Maximum bytes of bodies and of large results in memory, shared by all clients.
@@ -175,13 +169,8 @@ async def read_body(
         ) from None
 
 
-def is_slow(body: bytes) -> bool:
-    """Return whether a body takes too long to parse for the event loop, by its bytes, objects and values."""
-    return len(body) >= LARGE_BYTES or body.count(b"{") >= _MANY_OBJECTS or body.count(b",") >= _MANY_COMMAS
-
-
 def parse(kind: type[_Model], body: bytes, *, context: object = None) -> _Model:
-    """Parse a body into a model; to be called off the event loop if ``is_slow``.
+    """Parse a body into a model; to be called off the event loop if it ``is_slow``.
 
     ``context`` is that of the validation: a ``FieldReport`` for the body of a foreign dialect.
 

@@ -20,13 +20,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, NoMatchFound, Route
 
 from inferencecenter.api import sse
-from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, is_slow, parse, read_body
+from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, parse, read_body
 from inferencecenter.api.errors import OPENAI_ERRORS, ErrorFormat, error_headers
 from inferencecenter.api.foreign_fields import DialectModel, FieldReport, FieldTable
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.protocol.codec import is_slow
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.handshake import check_query_length, origin_allowed
 from inferencecenter.server.http import SCOPE_KEY

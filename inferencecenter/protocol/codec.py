@@ -58,6 +58,23 @@ def check_json_bounds(text: bytes) -> None:
     )
 
 
+LARGE_CHARS: Final = 64 * 1024
+"""From this size on a text takes milliseconds to parse, which is too long for the event loop."""
+_MANY_OBJECTS: Final = 256
+"""From this number on the objects of a smaller text take milliseconds too."""
+_MANY_COMMAS: Final = 2048
+"""From this number on its other values take a millisecond: lists of one token each half a microsecond apiece."""
+
+
+def is_slow(text: str | bytes) -> bool:
+    """Return whether a text takes too long to parse for the event loop, by its length, objects and values."""
+    if len(text) >= LARGE_CHARS:
+        return True
+    if isinstance(text, str):
+        return text.count("{") >= _MANY_OBJECTS or text.count(",") >= _MANY_COMMAS
+    return text.count(b"{") >= _MANY_OBJECTS or text.count(b",") >= _MANY_COMMAS
+
+
 def _within(text: bytes) -> bool:
     return _count(text, _STRUCTURE) <= MAX_STRUCTURE and _count(text, b",") <= MAX_COMMAS
 

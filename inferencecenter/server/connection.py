@@ -11,6 +11,7 @@ import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
+from inferencecenter.protocol.codec import is_slow
 from inferencecenter.server.hub import EXPIRED, Deadline
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.websocket import CLOSE_FRAME_TIMEOUT_S, LINGER_S
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 MAX_FRAMES_BEFORE_LOGIN: Final = 32
 """Frames that an unauthenticated socket may send, each of which gets a reply; a login takes one or two."""
 LARGE_FRAME_CHARS: Final = 64 * 1024
-"""From this size on a frame takes too long to parse on the event loop; it is also the maximum of a login."""
+"""Size of a frame from which on it is refused before authentication."""
 
 OutboxT = TypeVar("OutboxT", bound="SocketOutbox[Any]")
 _Result = TypeVar("_Result")
@@ -148,9 +149,9 @@ class SocketConnection(ABC, Generic[OutboxT]):
             self._fail_frame(InferenceCenterError(ErrorCode.INTERNAL))
         await self._slow_down()
 
-    async def aside(self, n_chars: int, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` on a frame of this many characters; a large one in a thread."""
-        if n_chars < LARGE_FRAME_CHARS:
+    async def aside(self, text: str, work: Callable[[], _Result]) -> _Result:
+        """Run ``work`` on a frame, in a thread if that takes long."""
+        if not is_slow(text):
             return work()
         return await self.context.worker.run(self.client_id, work)
 

@@ -200,9 +200,11 @@ async def test_large_body_is_parsed_off_the_event_loop(server: Running, monkeypa
         return parse(kind, body, **options)
 
     monkeypatch.setattr(endpoint, "parse", noting)
-    for text in ("x", "x" * LARGE_BYTES):
-        assert (await post(server, "/tokenize", {"text": text, "nothing": 1})).status == 400
-    assert threads[0] == threading.get_ident() != threads[1]
+    large: list[object] = ["x" * LARGE_BYTES, [{}] * 256, [0] * 2049]
+    for nothing in (1, *large):
+        assert (await post(server, "/tokenize", {"text": "x", "nothing": nothing})).status == 400
+    assert threads[0] == threading.get_ident()
+    assert threading.get_ident() not in threads[1:]
 
 
 async def test_body_of_too_many_values_is_refused_before_parsing(

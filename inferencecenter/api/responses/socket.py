@@ -272,10 +272,10 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
 
     async def _process(self, text: str) -> None:
         self._stream_id = None
-        frame = await self.aside(len(text), partial(_object, text))
+        frame = await self.aside(text, partial(_object, text))
         self._stream_id = _stream_id_of(frame)
         report = FieldReport(RESPONSE_FIELDS, strict=self.context.settings.strict_dialects)
-        request = await self.aside(len(text), partial(_request, frame, report))
+        request = await self.aside(text, partial(_request, frame, report))
         if self.closed:  # while the frame was read
             return
         if isinstance(request, CreateOnSocket):

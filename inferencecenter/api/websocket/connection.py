@@ -221,7 +221,7 @@ class Connection(SocketConnection[Outbox]):
         command, request = COMMANDS.get(frame.op), None
         try:
             self._charge(command, frame)
-            request = await self.aside(frame.n_chars, frame.parse)
+            request = await self.aside(text, frame.parse)
             assert command is not None, "each op that can be parsed has a command"
             if command.in_bulk:
                 await self.wait_replayed()
@@ -266,7 +266,7 @@ class Connection(SocketConnection[Outbox]):
                 hint="Authenticate first.",
             )
         try:
-            return await self.aside(len(text), partial(read_frame, text))
+            return await self.aside(text, partial(read_frame, text))
         except InferenceCenterError:
             if self.authenticated:
                 self.context.operations.count(self.client_id, n_frame_chars=len(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from inferencecenter.api import request_context
+from inferencecenter.api.body import checked
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
 from inferencecenter.api.responses.socket import MAX_STREAMS, MAX_WAITING
 from inferencecenter.auth.rate_limits import FREE_REFUSALS
@@ -46,6 +48,27 @@ async def test_socket_events_equal_http_events(server: Running) -> None:
         openai_types.event(frame)
         assert "stream_id" not in frame
     assert openai_types.response(frames[-1]["response"]).output_text == "Good day"
+
+
+async def test_frame_of_many_items_is_validated_off_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,900 short messages have less than 64 Ki characters, and take ten times as long as a long text."""
+    threads: list[int] = []
+
+    def record(kind: Any, value: object, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        return checked(kind, value, **options)
+
+    monkeypatch.setattr("inferencecenter.api.responses.socket.checked", record)
+    async with socket(server) as connection:
+        for items in ([{"role": "user", "content": "a"}], [{"role": "unknown", "content": "a"}] * 300):
+            await send(connection, input=items)
+            await asyncio.sleep(0)
+        await begin_turns(server)
+        assert (await receive(connection, *ENDS))["type"] == "error"
+    assert len(threads) == 2
+    assert threads[0] == threading.get_ident() != threads[1]
 
 
 async def test_streams_run_concurrently_and_each_in_order(server: Running) -> None:

@@ -268,8 +268,11 @@ async def test_lost_socket_closes_sessions_without_resume(server: Running) -> No
     assert server.engine.turns == {}
 
 
-async def test_large_frame_is_parsed_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is validated there too, and frames are answered in order."""
+@pytest.mark.parametrize("padding", ["x" * LARGE_FRAME_CHARS, [{}] * 256, [0] * 2049])
+async def test_large_frame_is_parsed_off_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch, padding: object
+) -> None:
+    """A frame with many objects or values is large, too; it is validated there, and frames are answered in order."""
     threads: list[int] = []
     parsed: list[int] = []
 
@@ -287,7 +290,7 @@ async def test_large_frame_is_parsed_off_the_event_loop(server: Running, monkeyp
     monkeypatch.setattr(Frame, "parse", noting_parse)
     async with server.v1() as socket:
         await receive(socket)
-        await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * LARGE_FRAME_CHARS}))
+        await socket.send(json.dumps({"op": "ping", "id": "1", "padding": padding}))
         await socket.send(json.dumps({"op": "ping", "id": "2"}))
         answers = [await receive(socket) for _ in range(2)]
     assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
