@@ -33,6 +33,7 @@ _STOP_LIMIT_S: Final = 20.0
 _SHOWN_LINES: Final = 5
 _ADDRESS: Final = re.compile(rb"^\W*Address +http(://\S+)/")
 _OF_ENGINES: Final = b'"engine_'
+_GPU_PREFIX: Final = f"{ENV_PREFIX}GPU__"
 MODEL_NAMES: Final = ("first", "second")
 """Names of the models of a daemon with two; the first is its default."""
 _MANY: Final = "100000"
@@ -64,7 +65,7 @@ class DaemonSettings:
     script: Path | None = None
 
     def environment(self, state_dir: Path) -> dict[str, str]:
-        """Return the environment of the daemon's process: these settings, without inherited ones."""
+        """Return the environment of the daemon's process: these settings, and of inherited ones those of its GPUs."""
         settings = {
             "STATE_DIR": str(state_dir),
             "SERVER__PORT": "0",
@@ -92,7 +93,11 @@ class DaemonSettings:
             first, second = MODEL_NAMES
             entry = {second: {"path": str(self.model or "echo")}}
             settings |= {"MODEL__NAME": first, "MODELS": orjson.dumps(entry).decode()}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(ENV_PREFIX) or name.startswith(_GPU_PREFIX)
+        }
         return kept | {ENV_PREFIX + name: value for name, value in settings.items()}
 
 

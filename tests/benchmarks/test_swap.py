@@ -70,6 +70,16 @@ def test_two_model_daemon_has_the_file_twice() -> None:
     assert "INFERENCECENTER_MODELS" not in replace(settings, two_models=False).environment(Path("state"))
 
 
+def test_measured_daemon_inherits_only_the_settings_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices and RPC servers belong to the machine; other settings would change what is measured."""
+    monkeypatch.setenv("INFERENCECENTER_GPU__RPC_SERVERS", '["10.0.0.7:50052"]')
+    monkeypatch.setenv("INFERENCECENTER_ENGINE__QUANTUM_TOKENS", "1")
+    environment = DaemonSettings(backend="echo", model=None, slots=1, n_ctx=256, threads=1).environment(Path("state"))
+
+    assert environment["INFERENCECENTER_GPU__RPC_SERVERS"] == '["10.0.0.7:50052"]'
+    assert "INFERENCECENTER_ENGINE__QUANTUM_TOKENS" not in environment
+
+
 @pytest.mark.slow
 async def test_scenario_runs() -> None:
     """It swaps to the other model and back, loading each."""
