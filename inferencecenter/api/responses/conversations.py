@@ -55,6 +55,8 @@ _ITEMS: Final = _ONE + "/items"
 _ITEM: Final = _ITEMS + "/{item_id}"
 _MOST_ITEMS: Final = 20
 _MOST_AT_ONCE: Final = 1000
+_SEARCHED_SESSIONS: Final = 5000
+"""Archived sessions searched for a conversation at the charge of one operation; metadata has no index."""
 _NULL_SINK: Final = NullSink()
 
 _ENTRY: Final = "inferencecenter.conversation"
@@ -141,13 +143,15 @@ def find_conversation(sessions: SessionManager, client: Principal, name: str) ->
 
 
 async def load_conversation(context: ServerContext, client: Principal, name: str) -> None:
-    """Load the session of a conversation of the client if it is archived.
+    """Load the session of a conversation of the client if it is archived; costs by their number.
 
     Raises:
-        InferenceCenterError: See ``ServerContext.load_session``.
+        InferenceCenterError: ``rate_limited``, and see ``ServerContext.load_session``.
     """
     sessions = context.sessions
     if not any(value.startswith(f"{name} ") for value in sessions.tagged(client, _ENTRY).values()):
+        n_units = sessions.archive.size_of(client.client_id).n_sessions // _SEARCHED_SESSIONS
+        context.operations.charge(client.client_id, n_units=n_units)
         for session_id in await sessions.archive.find_tagged(client, _ENTRY, f"{name} "):
             await context.load_session(client, session_id)
 

@@ -11,6 +11,7 @@ from inferencecenter.api.responses.serializers import read_response_id
 from inferencecenter.auth.rate_limits import UNIT_CHARS
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed
+from inferencecenter.sessions.archive import ArchiveSize
 from inferencecenter.sessions.journal import StorageFault
 from tests.api.http_client import post, request, tick
 from tests.api.responses import openai_types
@@ -150,6 +151,20 @@ async def test_load_of_an_archived_session_counts_by_its_size(
         response = await post(server, PATH, {"input": "More", "conversation": body["conversation"]})
     assert (response.status, response.error["code"]) == (429, "rate_limit_exceeded")
     assert max(charged) > UNIT_CHARS * 3
+
+
+async def test_search_for_an_archived_conversation_counts_by_the_archive(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metadata of all archived sessions of the client is read, so that a large archive costs more operations."""
+    charged: list[int] = []
+    archive = server.context.sessions.archive
+    monkeypatch.setattr(archive, "size_of", lambda _client_id: ArchiveSize(n_sessions=52_000))
+    monkeypatch.setattr(
+        server.context.operations, "charge", lambda _client_id, *, n_units=1, **_: charged.append(n_units)
+    )
+    assert (await request(server, "GET", "/v1/conversations/conv_" + "a" * 22)).status == 404
+    assert 10 in charged
 
 
 async def test_continuation_reuses_the_session(server: Running) -> None:
