@@ -121,7 +121,7 @@ def main() -> None:
             InferenceCenterError(
                 ErrorCode.STORAGE_UNAVAILABLE,
                 f"{error.filename}: {error.strerror}",
-                hint="Run this as its owner; HOME and the state directory must belong to that user, too.",
+                hint="Run the command as the owner of the file; HOME and the state directory must belong to that user.",
             )
         )
 

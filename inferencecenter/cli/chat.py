@@ -63,7 +63,7 @@ def chat(  # noqa: PLR0913 - one argument an option
 
 
 def check_resumption(*, resume: str | None, latest: bool, system: str | None, model: str | None) -> None:
-    """Reject options that contradict each other.
+    """Refuse options that contradict each other.
 
     Raises:
         InferenceCenterError: ``invalid_request``.

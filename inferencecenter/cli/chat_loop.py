@@ -334,7 +334,7 @@ class ChatLoop:
     def _command_back(self, _words: list[str]) -> None:
         if not self._left:
             raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, "this conversation is not a copy", hint="/fork makes one."
+                ErrorCode.INVALID_REQUEST, "this conversation is not a copy", hint="/fork creates one."
             )
         fork = self._open_session()
         self._portal.call(fork.close)

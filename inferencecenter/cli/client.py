@@ -54,7 +54,7 @@ def list_clients(
 
 @app.command("limits")
 def limits(
-    client: Annotated[str, typer.Argument(help="The account.")],
+    client: Annotated[str, typer.Argument(help="Name of the account.")],
     assignments: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help=_LIMITS_HELP, show_default=False)
     ] = None,
@@ -85,11 +85,11 @@ def limits(
 
 @app.command("delete")
 def delete_client(  # noqa: PLR0913 - one argument an option
-    client: Annotated[str, typer.Argument(help="The account.")],
+    client: Annotated[str, typer.Argument(help="Name of the account.")],
     *,
     sessions: Annotated[
         Literal["delete", "keep"],
-        typer.Option(help="Whether its sessions and its usage are deleted, or stay stored.", show_default=False),
+        typer.Option(help="Whether its sessions and usage are deleted or kept.", show_default=False),
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     config: ConfigOption = None,

@@ -127,7 +127,7 @@ def _warnings(settings: Settings) -> Iterator[str]:
 
 
 def _missing_files(spec: ModelSpec) -> Iterator[tuple[Path, str]]:
-    """Yield those of a model's files that this user cannot read, and why."""
+    """Yield the files of a model that this user cannot read, with the reasons."""
     for path in spec.files:
         try:
             if not path.is_file():

@@ -26,12 +26,12 @@ _DIGITS: Final = 8
 
 def embed(  # noqa: PLR0913 - one argument an option
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT]...", help="The texts.", show_default="lines of the input")
+        list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts to embed.", show_default="lines of the input")
     ] = None,
     *,
     model: Annotated[str | None, typer.Option(help="Model to use.", show_default="the only embedding model")] = None,
     dimensions: Annotated[
-        int | None, typer.Option(help="Number of dimensions.", min=1, show_default="that of the model")
+        int | None, typer.Option(help="Length of the vectors.", min=1, show_default="that of the model")
     ] = None,
     url: UrlOption = None,
     token: TokenOption = None,

@@ -227,7 +227,9 @@ def pull_model(
         str, typer.Argument(help="owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.", metavar="REFERENCE")
     ],
     *,
-    name: Annotated[str | None, typer.Option(help="Local name.", show_default="the name of its file")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name in the models directory.", show_default="the name of its file")
+    ] = None,
     models_dir: ModelsDirOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,

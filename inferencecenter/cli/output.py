@@ -30,7 +30,7 @@ def print_json(value: object) -> None:
 
 
 def text_table(columns: Iterable[str | Column], rows: Iterable[Iterable[str]]) -> Table:
-    """Return rows as a table, each cell as text: names that others have chosen are not markup."""
+    """Return rows as a table whose cells are plain text, since names chosen by clients may contain markup."""
     table = Table(*columns)
     for row in rows:
         table.add_row(*map(Text, row))

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def rerank(  # noqa: PLR0913 - one argument an option
-    query: Annotated[str, typer.Argument(help="The query that the documents are scored for.")],
+    query: Annotated[str, typer.Argument(help="Query for which the documents are scored.")],
     documents: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DOCUMENT]...", help="The documents.", show_default="lines of the input"),
+        typer.Argument(metavar="[DOCUMENT]...", help="Documents to rank.", show_default="lines of the input"),
     ] = None,
     *,
     model: Annotated[str | None, typer.Option(help="Model to use.", show_default="the only reranking model")] = None,

@@ -40,7 +40,7 @@ _STEPS: Final[Mapping[str, Steps]] = {ACCOUNTS_NAME: ACCOUNTS_STEPS, SESSIONS_NA
 
 
 def restore(
-    source: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Directory made by `inferencecenter backup`.")],
+    source: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Directory created by `inferencecenter backup`.")],
     *,
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing files, which are renamed.")] = False,
     config: ConfigOption = None,

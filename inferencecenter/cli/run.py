@@ -106,7 +106,7 @@ def read_prompt(argument: str | None) -> str:
     try:
         piped = sys.stdin.buffer.read().decode().removesuffix("\n") if from_stdin else ""
     except UnicodeDecodeError as error:
-        raise _refused(f"the piped input is not UTF-8 at byte {error.start}", hint="Pipe text.") from None
+        raise _refused(f"the piped input is not UTF-8 at byte {error.start}", hint="Pipe UTF-8 text.") from None
     prompt = "\n\n".join(part for part in ("" if argument in (None, "-") else argument, piped) if part)
     if not prompt.strip():
         raise _refused("the prompt is empty", hint="Give one as an argument, or pipe it in.")

@@ -34,23 +34,25 @@ def serve(  # noqa: PLR0913 - one argument an option
         str | None,
         typer.Option(help="GGUF file, or the name of a registered model.", metavar="FILE|NAME", show_default=False),
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="llama, echo or script.", show_default=False)] = None,
+    backend: Annotated[str | None, typer.Option(help="Backend: llama, echo or script.", show_default=False)] = None,
     script: Annotated[
         Path | None,
-        typer.Option(help="File of rules to answer by, with --backend script.", metavar="FILE", show_default=False),
+        typer.Option(help="File with the rules of the backend script.", metavar="FILE", show_default=False),
     ] = None,
-    slots: Annotated[int | None, typer.Option(help="Maximum sequences decoded at once.", show_default=False)] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Number of slots: turns that decode concurrently.", show_default=False)
+    ] = None,
     n_ctx: Annotated[
         int | None, typer.Option("--n-ctx", help="Tokens of context per slot.", show_default=False)
     ] = None,
     n_gpu_layers: Annotated[
-        int | None, typer.Option("--n-gpu-layers", help="Layers on the GPU; -1 is all.", show_default=False)
+        int | None, typer.Option("--n-gpu-layers", help="Layers on the GPU; -1 for all.", show_default=False)
     ] = None,
     log_level: Annotated[
         str | None, typer.Option("--log-level", help="debug, info, warning or error.", show_default=False)
     ] = None,
     log_format: Annotated[
-        str | None, typer.Option("--log-format", help="auto, pretty or json.", show_default=False)
+        str | None, typer.Option("--log-format", help="Format of the log: auto, pretty or json.", show_default=False)
     ] = None,
 ) -> None:
     """Run the daemon until it is stopped. Options override the environment, which overrides the configuration file."""

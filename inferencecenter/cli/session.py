@@ -37,7 +37,9 @@ PURGE_TIMEOUT_S: Final = 10.0
 """Timeout in seconds of a purge by a running daemon."""
 _POLL_S: Final = 0.05
 
-SessionArgument = Annotated[str | None, typer.Argument(metavar="SESSION", help="The session's id.", show_default=False)]
+SessionArgument = Annotated[
+    str | None, typer.Argument(metavar="SESSION", help="Id of the session.", show_default=False)
+]
 ClientOption = Annotated[str | None, typer.Option(help="All sessions of this account.", show_default=False)]
 
 app = typer.Typer(help="List, search, export, purge and salvage sessions.", no_args_is_help=True)
@@ -223,8 +225,8 @@ def purge_stored(settings: Settings, kind: PurgeKind, name: str) -> None:
         if time.monotonic() > deadline:
             raise InferenceCenterError(
                 ErrorCode.STORAGE_UNAVAILABLE,
-                f"the daemon has not deleted it within {PURGE_TIMEOUT_S:g} s",
-                hint="See its log; it deletes it once its file can be written.",
+                f"the daemon has not deleted the data within {PURGE_TIMEOUT_S:g} s",
+                hint="See the daemon's log; the data is deleted once the file can be written.",
             )
         time.sleep(_POLL_S)
     if path.exists():

@@ -75,7 +75,7 @@ def list_shares(  # noqa: PLR0913 - one argument an option
 
 @app.command("revoke")
 def revoke(  # noqa: PLR0913 - one argument an option
-    share_id: Annotated[str, typer.Argument(help="As listed.")],
+    share_id: Annotated[str, typer.Argument(help="Id of the link, as listed by `share list`.")],
     *,
     url: UrlOption = None,
     token: TokenOption = None,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_accounts(settings: Settings) -> Iterator[Accounts]:
-    """Open the accounts of the state directory for the block; a daemon may run."""
+    """Open the accounts of the state directory for the block, with or without a running daemon."""
     path = settings.state_dir / DATABASE_NAME
     with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
         yield accounts

@@ -44,7 +44,7 @@ app = typer.Typer(help="Create, list, rotate and revoke tokens.", no_args_is_hel
 
 @app.command("create")
 def create(  # noqa: PLR0913 - one argument an option
-    client: Annotated[str, typer.Argument(help="The account; created if it does not exist.")],
+    client: Annotated[str, typer.Argument(help="Name of the account; created if it does not exist.")],
     *,
     name: Annotated[str, typer.Option(help="Purpose of the token, such as phone or laptop.")] = "",
     expires_in: Annotated[

@@ -272,7 +272,7 @@ async def test_failing_purge_of_the_daemon_is_reported(
     monkeypatch.setattr(running, "purge", ignore)
     result = cli.run("session", "purge", "s_1", "--yes")
     assert result.code == 73
-    assert "has not deleted it" in result.err
+    assert "has not deleted the data" in result.err
 
 
 def test_unusable_file_is_reported(cli: Cli, state_dir: Path) -> None:
