@@ -33,6 +33,8 @@ LISTING_S: Final = 30.0
 """Seconds for which a server's list of tools is cached, unless the server announces another one."""
 MAX_LISTINGS: Final = 32
 """Maximum number of requests for lists of tools of one account, waiting ones included."""
+MAX_ARGUMENTS_CHARS: Final = 262_144
+"""Maximum length of a call's arguments, which are parsed on the event loop: 30 ms if they are nothing but lists."""
 _BACKOFF_MIN_S: Final = 1.0
 _BACKOFF_MAX_S: Final = 60.0
 _USABLE_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -469,6 +471,8 @@ class McpGateway:
         self, call: RunningToolCall, server: _Server, tool: str, arguments: str, client_id: str
     ) -> ToolOutcome:
         timeout_s = server.settings.timeout_s
+        if len(arguments) > MAX_ARGUMENTS_CHARS:
+            return ToolOutcome("failed", detail=f"the arguments have more than {MAX_ARGUMENTS_CHARS} characters")
         try:
             parsed = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:

@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from inferencecenter.config.sections import McpServerSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.mcp.gateway import (
+    MAX_ARGUMENTS_CHARS,
     MAX_LISTINGS,
     ListedTool,
     McpGateway,
@@ -258,6 +259,16 @@ async def test_calls_that_are_not_sent_yet_count() -> None:
         world.reserve()
     assert (await ended).state == "done"
     world.reserve()
+
+
+async def test_length_of_arguments_is_bounded() -> None:
+    """A client may append a tool call of any length; it fails without being parsed or sent."""
+    world = World()
+    longest = '{"a":"' + "x" * (MAX_ARGUMENTS_CHARS - 8) + '"}'
+    assert (await world.start(arguments=longest)).state == "done"
+    outcome = await world.start(arguments=longest + " ")
+    assert (outcome.state, "more than 262144 characters" in outcome.detail) == ("failed", True)
+    assert len(world.clients[0].calls) == 1
 
 
 async def test_sent_and_slow_calls_are_unknown() -> None:
