@@ -74,11 +74,11 @@ def test_every_end_of_a_session_is_announced(world: SessionHarness, reader: Read
     world.fire()
     lost = world.create(on_disconnect="close")
     world.sessions.detach(world.sink)
-    crowd = [world.create(store=False) for _ in range(world.client.max_sessions)]
+    sessions = [world.create(store=False) for _ in range(world.client.max_sessions)]
     world.sessions.detach(world.sink)
     world.create()
     gone = [event.session_id for event in reader.events if isinstance(event, SessionClosed)]
-    assert gone == [purged, expiring, lost, crowd[0]]
+    assert gone == [purged, expiring, lost, sessions[0]]
     assert world.sink.ops.count("session_expired") == 1
 
 

@@ -96,96 +96,98 @@ class CacheHarness:
 
 async def test_model_that_fits_is_admitted() -> None:
     """No model is evicted."""
-    house = CacheHarness(room=2)
-    first, second = house.engine("first", loaded=True), house.engine("second")
-    assert await house.enter(second)
+    harness = CacheHarness(room=2)
+    first, second = harness.engine("first", loaded=True), harness.engine("second")
+    assert await harness.enter(second)
     assert (first.asked, first.holds_memory) == (0, True)
 
 
 async def test_least_recently_used_model_is_evicted() -> None:
     """It is the least recently used model that is loaded and idle."""
-    house = CacheHarness(room=2)
-    old = house.engine("old", loaded=True, last_used_s=1.0)
-    house.engine("busy", loaded=True, last_used_s=0.5, busy=True)
-    unloaded = house.engine("unloaded", last_used_s=0.0)
-    assert await house.enter(house.engine("new"))
+    harness = CacheHarness(room=2)
+    old = harness.engine("old", loaded=True, last_used_s=1.0)
+    harness.engine("busy", loaded=True, last_used_s=0.5, busy=True)
+    unloaded = harness.engine("unloaded", last_used_s=0.0)
+    assert await harness.enter(harness.engine("new"))
     assert not old.holds_memory
     assert (old.asked, unloaded.asked) == (1, 0)
 
 
 async def test_busy_model_is_evicted_if_all_are_busy() -> None:
     """Where there is room for one model, both busy ones are evicted."""
-    house = CacheHarness()
-    busy = [house.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
-    assert await house.enter(house.engine("new"))
+    harness = CacheHarness()
+    busy = [harness.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
+    assert await harness.enter(harness.engine("new"))
     assert [engine.asked for engine in busy] == [1, 1]
 
 
 async def test_number_of_resident_models_is_limited() -> None:
     """Free memory does not raise the limit."""
-    house = CacheHarness(room=100, max_resident=2)
-    first, second = (house.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
-    assert await house.enter(house.engine("third"))
+    harness = CacheHarness(room=100, max_resident=2)
+    first, second = (harness.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
+    assert await harness.enter(harness.engine("third"))
     assert (first.holds_memory, second.holds_memory) == (False, True)
 
 
 @pytest.mark.parametrize("max_resident", [0, 1])
 async def test_model_that_fits_nowhere_evicts_none(max_resident: int) -> None:
     """The caller gets the reason, with others loaded and alone; the next model is admitted as usual."""
-    house = CacheHarness(max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large"))
-    other = house.engine("other", loaded=True)
+    harness = CacheHarness(
+        max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large")
+    )
+    other = harness.engine("other", loaded=True)
     for is_loaded in (False, True):
         other.holds_memory = is_loaded
         with pytest.raises(InferenceCenterError, match="too large"):
-            await house.enter(house.engine("huge"))
+            await harness.enter(harness.engine("huge"))
     assert (other.asked, other.holds_memory) == (0, True)
-    house.refusal = None
-    assert await house.enter(house.engine("new"))
+    harness.refusal = None
+    assert await harness.enter(harness.engine("new"))
     assert other.asked == 1
 
 
 async def test_oversized_model_is_admitted_alone() -> None:
     """Its plan uses what there is."""
-    house = CacheHarness(room=0)
-    other = house.engine("other", loaded=True)
-    assert await house.enter(house.engine("huge"))
+    harness = CacheHarness(room=0)
+    other = harness.engine("other", loaded=True)
+    assert await harness.enter(harness.engine("huge"))
     assert not other.holds_memory
 
 
 async def test_withdrawn_demand_is_not_admitted() -> None:
     """No model is evicted for it, nor is it loaded if another was evicted meanwhile."""
-    house = CacheHarness()
-    other = house.engine("other", loaded=True, at_once=False)
-    assert not await house.enter(house.engine("idle", wanted=False))
+    harness = CacheHarness()
+    other = harness.engine("other", loaded=True, at_once=False)
+    assert not await harness.enter(harness.engine("idle", wanted=False))
     assert other.asked == 0
-    new, tasks, answers = house.engine("new"), TaskGroup("test"), []
+    new, tasks, answers = harness.engine("new"), TaskGroup("test"), []
 
     async def ask() -> None:
-        answers.append(await house.enter(new))
+        answers.append(await harness.enter(new))
 
     asking = tasks.spawn(ask(), name="ask")
     await other.was_asked.wait()
-    assert house.residency.waits(new)
+    assert harness.residency.waits(new)
     new.wanted = False
     other.gone.set()
     await asking
     assert answers == [False]
-    assert not house.residency.waits(new)
-    assert house.changes == 2
+    assert not harness.residency.waits(new)
+    assert harness.changes == 2
 
 
 async def test_admission_is_first_in_first_out() -> None:
     """A later request does not overtake a waiting one."""
-    house = CacheHarness()
-    other = house.engine("other", loaded=True, at_once=False)
+    harness = CacheHarness()
+    other = harness.engine("other", loaded=True, at_once=False)
     admitted: list[str] = []
 
     async def enter(engine: FakeResident) -> None:
-        if await house.enter(engine):
+        if await harness.enter(engine):
             admitted.append(engine.name)
 
     tasks = TaskGroup("test")
-    asking = [tasks.spawn(enter(house.engine(name)), name=name) for name in ("first", "second")]
+    asking = [tasks.spawn(enter(harness.engine(name)), name=name) for name in ("first", "second")]
     await other.was_asked.wait()
     assert admitted == []
     other.gone.set()
@@ -195,10 +197,10 @@ async def test_admission_is_first_in_first_out() -> None:
 
 async def test_removed_model_is_not_evicted() -> None:
     """A model whose entry was removed no longer counts."""
-    house = CacheHarness()
-    gone = house.engine("gone", loaded=True)
-    house.residency.remove(gone)
-    assert await house.enter(house.engine("new"))
+    harness = CacheHarness()
+    gone = harness.engine("gone", loaded=True)
+    harness.residency.remove(gone)
+    assert await harness.enter(harness.engine("new"))
     assert gone.asked == 0
 
 
@@ -210,22 +212,22 @@ async def run_loop() -> None:
 
 async def test_model_of_another_client_has_a_minimum_residency(clock_with_timeouts: LoopClock) -> None:
     """A model that needs its place waits until then, and gets the remaining time."""
-    house, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
-    loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
-    new = house.engine("new", clients=frozenset({"eve"}))
-    house.now_s = 10.0
-    entering = tasks.spawn(admitted(house, new), name="enter")
+    harness, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
+    loaded = harness.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
+    new = harness.engine("new", clients=frozenset({"eve"}))
+    harness.now_s = 10.0
+    entering = tasks.spawn(admitted(harness, new), name="enter")
     await run_loop()
     assert (loaded.asked, new.delays_s) == (0, [20.0])
-    house.now_s = 30.0
+    harness.now_s = 30.0
     await clock_with_timeouts.go_on(20.0)
     await asyncio.wait_for(entering, 60)
     assert (loaded.asked, new.holds_memory) == (1, True)
 
 
-async def admitted(house: CacheHarness, engine: FakeResident) -> None:
+async def admitted(harness: CacheHarness, engine: FakeResident) -> None:
     """Admit an engine."""
-    await house.enter(engine)
+    await harness.enter(engine)
 
 
 @pytest.mark.parametrize(
@@ -234,33 +236,33 @@ async def admitted(house: CacheHarness, engine: FakeResident) -> None:
 )
 async def test_model_of_the_same_client_is_evicted_at_once(users: set[str], clients: set[str], *, urgent: bool) -> None:
     """So is every model if an operator loads another."""
-    house = CacheHarness(min_residency_s=30.0)
-    loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset(users))
-    assert await house.enter(house.engine("new", clients=frozenset(clients), is_urgent=urgent))
+    harness = CacheHarness(min_residency_s=30.0)
+    loaded = harness.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset(users))
+    assert await harness.enter(harness.engine("new", clients=frozenset(clients), is_urgent=urgent))
     assert not loaded.holds_memory
 
 
 async def test_model_past_its_minimum_residency_is_evicted_first() -> None:
     """It is evicted even if it is busy and was used more recently."""
-    house = CacheHarness(room=2, min_residency_s=30.0, now_s=40.0)
+    harness = CacheHarness(room=2, min_residency_s=30.0, now_s=40.0)
     ada = frozenset({"ada"})
-    old = house.engine("old", loaded=True, loaded_at_s=0.0, users=ada, busy=True, last_used_s=39.0)
-    new = house.engine("new", loaded=True, loaded_at_s=39.0, users=ada)
-    assert await house.enter(house.engine("wanted", clients=frozenset({"eve"})))
+    old = harness.engine("old", loaded=True, loaded_at_s=0.0, users=ada, busy=True, last_used_s=39.0)
+    new = harness.engine("new", loaded=True, loaded_at_s=39.0, users=ada)
+    assert await harness.enter(harness.engine("wanted", clients=frozenset({"eve"})))
     assert (old.holds_memory, new.holds_memory) == (False, True)
 
 
 async def test_admission_is_fair_between_clients() -> None:
     """The client served longest ago is next, however many earlier requests another has."""
-    house, tasks, order = CacheHarness(), TaskGroup("test"), []
-    gate = house.engine("gate", loaded=True, at_once=False)
+    harness, tasks, order = CacheHarness(), TaskGroup("test"), []
+    gate = harness.engine("gate", loaded=True, at_once=False)
 
     async def enter(engine: FakeResident) -> None:
-        await house.enter(engine)
+        await harness.enter(engine)
         order.append(engine.name)
 
     asking = [
-        tasks.spawn(enter(house.engine(name, clients=frozenset({client}))), name=name)
+        tasks.spawn(enter(harness.engine(name, clients=frozenset({client}))), name=name)
         for name, client in (("e1", "eve"), ("e2", "eve"), ("e3", "eve"), ("a1", "ada"), ("b1", "bob"))
     ]
     await gate.was_asked.wait()
@@ -272,17 +274,17 @@ async def test_admission_is_fair_between_clients() -> None:
 
 async def test_withdrawn_demand_unblocks_the_next() -> None:
     """It waited for a minimum residency, which the request behind it does not need."""
-    house, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
+    harness, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
     ada = frozenset({"ada"})
-    house.engine("loaded", loaded=True, loaded_at_s=0.0, users=ada)
-    first, second = house.engine("first", clients=frozenset({"eve"})), house.engine("second", clients=ada)
-    tasks.spawn(admitted(house, first), name="first")
+    harness.engine("loaded", loaded=True, loaded_at_s=0.0, users=ada)
+    first, second = harness.engine("first", clients=frozenset({"eve"})), harness.engine("second", clients=ada)
+    tasks.spawn(admitted(harness, first), name="first")
     await run_loop()
-    entering = tasks.spawn(admitted(house, second), name="second")
+    entering = tasks.spawn(admitted(harness, second), name="second")
     await run_loop()
     assert not second.holds_memory
     first.wanted = False
-    house.residency.reevaluate()
+    harness.residency.reevaluate()
     await asyncio.wait_for(entering, 60)
     assert (first.holds_memory, second.holds_memory) == (False, True)
     await tasks.cancel()

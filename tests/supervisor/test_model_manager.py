@@ -192,27 +192,27 @@ async def ended(turn: RecallableTurn) -> str:
 
 async def test_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarness]) -> None:
     """The default is loaded at the start; another one only when it is used, beside the first."""
-    house = make_manager()
-    await house.ready("first")
-    assert [(each.name, each.default, each.state) for each in house.models.describe()] == [
+    harness = make_manager()
+    await harness.ready("first")
+    assert [(each.name, each.default, each.state) for each in harness.models.describe()] == [
         ("first", True, "loaded"),
         ("second", False, "unloaded"),
     ]
-    assert house.models.params_of("second") == {"temp": 6}
-    assert await ended(house.submit("t1", 3, model="second")) == answer(3)
-    assert (house.state("first"), house.state("second")) == (EngineState.READY, EngineState.READY)
-    assert [each.state for each in house.models.describe()] == ["loaded", "loaded"]
-    assert house.models.default == "first"
+    assert harness.models.params_of("second") == {"temp": 6}
+    assert await ended(harness.submit("t1", 3, model="second")) == answer(3)
+    assert (harness.state("first"), harness.state("second")) == (EngineState.READY, EngineState.READY)
+    assert [each.state for each in harness.models.describe()] == ["loaded", "loaded"]
+    assert harness.models.default == "first"
 
 
 async def test_unknown_model_is_not_found(make_manager: Callable[..., ManagerHarness]) -> None:
     """Every request gets the error, which lists the available ones."""
-    house = make_manager()
+    harness = make_manager()
     asked: list[Callable[[], object]] = [
-        lambda: house.models.engine("third"),
-        lambda: house.models.ensure_loaded("third"),
-        lambda: house.models.unload("third"),
-        lambda: house.models.swap("third", house.tell),
+        lambda: harness.models.engine("third"),
+        lambda: harness.models.ensure_loaded("third"),
+        lambda: harness.models.unload("third"),
+        lambda: harness.models.swap("third", harness.tell),
     ]
     for ask in asked:
         with pytest.raises(InferenceCenterError, match="third") as refusal:
@@ -223,51 +223,51 @@ async def test_unknown_model_is_not_found(make_manager: Callable[..., ManagerHar
 
 async def test_swap_does_not_interrupt_turns(make_manager: Callable[..., ManagerHarness]) -> None:
     """Running turns end on their model, later ones go to the new default."""
-    house = make_manager()
-    await house.ready("first")
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager()
+    await harness.ready("first")
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-    assert (await house.swap("second")).phase == "done"
-    assert {swap.phase for swap in house.swaps} == {"loading", "done"}
-    assert house.changed == ["second"] == [house.models.default]
-    assert house.models.status.model is not None
-    house.submit("t2", 5)
-    assert house.models.engine("first").busy
-    house.models.engine("first").release("t1")
+    assert (await harness.swap("second")).phase == "done"
+    assert {swap.phase for swap in harness.swaps} == {"loading", "done"}
+    assert harness.changed == ["second"] == [harness.models.default]
+    assert harness.models.status.model is not None
+    harness.submit("t2", 5)
+    assert harness.models.engine("first").busy
+    harness.models.engine("first").release("t1")
     assert await ended(running) == answer(5)
     assert (running.interruptions, running.recalls) == (0, 0)
 
 
 async def test_swap_without_room_waits_for_running_turns(make_manager: Callable[..., ManagerHarness]) -> None:
     """New turns wait meanwhile, and are answered by the new model."""
-    house = make_manager(room=1)
-    await house.ready("first")
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager(room=1)
+    await harness.ready("first")
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-    house.models.swap("second", house.tell)
-    await house.until(lambda: any(swap.phase == "draining" for swap in house.swaps))
-    waiting = house.submit("t2", 4)
+    harness.models.swap("second", harness.tell)
+    await harness.until(lambda: any(swap.phase == "draining" for swap in harness.swaps))
+    waiting = harness.submit("t2", 4)
     assert waiting.submissions == 0
-    house.models.engine("first").release("t1")
-    await house.until(lambda: house.swaps[-1].phase == "done")
+    harness.models.engine("first").release("t1")
+    await harness.until(lambda: harness.swaps[-1].phase == "done")
     assert (await ended(running), running.interruptions) == (answer(5), 0)
     assert (await ended(waiting), waiting.recalls) == (answer(4), 1)
-    assert house.state("first") is EngineState.ASLEEP
+    assert harness.state("first") is EngineState.ASLEEP
 
 
 async def test_swap_patience_interrupts_a_long_turn(make_manager: Callable[..., ManagerHarness]) -> None:
     """A turn that takes too long is interrupted, and resumes on its model, for which the new one is evicted."""
-    house = make_manager(room=1, patience_s=0.05)
-    await house.ready("first")
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager(room=1, patience_s=0.05)
+    await harness.ready("first")
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-    assert (await house.swap("second")).phase == "done"
-    await house.until(lambda: ("first", EngineState.ASLEEP) in house.seen)
+    assert (await harness.swap("second")).phase == "done"
+    await harness.until(lambda: ("first", EngineState.ASLEEP) in harness.seen)
     assert running.interruptions == 1
     assert running.recalls == 0
-    await house.ready("first")
-    assert house.models.default == "second"
-    house.models.engine("first").abort("t1")
+    await harness.ready("first")
+    assert harness.models.default == "second"
+    harness.models.engine("first").abort("t1")
     await asyncio.wait_for(running.ended.wait(), TIMEOUT_S)
     assert answer(5).startswith(running.text)
 
@@ -276,271 +276,271 @@ async def test_swap_patience_interrupts_a_long_turn(make_manager: Callable[..., 
 @pytest.mark.parametrize("room", [1, 2])
 async def test_failed_swap_keeps_the_old_model(make_manager: Callable[..., ManagerHarness], room: int) -> None:
     """The caller gets the reason, the old model is loaded again if it was evicted, and the next attempt starts over."""
-    house = make_manager(room=room, names=("first", "refuse -1", "second"))
-    await house.ready("first")
-    failed = await house.swap("refuse -1")
+    harness = make_manager(room=room, names=("first", "refuse -1", "second"))
+    await harness.ready("first")
+    failed = await harness.swap("refuse -1")
     assert (failed.phase, failed.model) == ("failed", "refuse -1")
     assert "allocate" in failed.detail
-    assert (house.models.default, house.changed) == ("first", [])
-    await house.ready("first")
-    assert await ended(house.submit("t1", 3)) == answer(3)
-    house.swaps.clear()
-    assert (await house.swap("refuse -1")).phase == "failed"
-    house.swaps.clear()
-    assert (await house.swap("second")).phase == "done"
+    assert (harness.models.default, harness.changed) == ("first", [])
+    await harness.ready("first")
+    assert await ended(harness.submit("t1", 3)) == answer(3)
+    harness.swaps.clear()
+    assert (await harness.swap("refuse -1")).phase == "failed"
+    harness.swaps.clear()
+    assert (await harness.swap("second")).phase == "done"
 
 
 @pytest.mark.parametrize("room", [1, 2])
 async def test_oversized_model_evicts_none(make_manager: Callable[..., ManagerHarness], room: int) -> None:
     """No model is evicted and none started for it; callers get the reason, and may retry."""
-    house = make_manager(room=room, names=("first", "huge", "second"))
-    await house.ready("first")
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager(room=room, names=("first", "huge", "second"))
+    await harness.ready("first")
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
     for _ in range(2):
-        house.swaps.clear()
-        failed = await house.swap("huge")
+        harness.swaps.clear()
+        failed = await harness.swap("huge")
         assert (failed.phase, failed.detail) == ("failed", "Does not fit in memory.")
-        assert {swap.phase for swap in house.swaps} <= {"loading", "failed"}
-    house.models.ensure_loaded("huge")
-    await house.until(lambda: house.state("huge") is EngineState.FAILED)
+        assert {swap.phase for swap in harness.swaps} <= {"loading", "failed"}
+    harness.models.ensure_loaded("huge")
+    await harness.until(lambda: harness.state("huge") is EngineState.FAILED)
     with pytest.raises(InferenceCenterError, match="Does not fit"):
-        house.models.ensure_loaded("huge")
-    assert (house.models.default, house.state("first")) == ("first", EngineState.READY)
-    house.models.engine("first").release("t1")
+        harness.models.ensure_loaded("huge")
+    assert (harness.models.default, harness.state("first")) == ("first", EngineState.READY)
+    harness.models.engine("first").release("t1")
     assert await ended(running) == answer(5)
     assert running.interruptions == 0
-    house.swaps.clear()
-    assert (await house.swap("second")).phase == "done"
+    harness.swaps.clear()
+    assert (await harness.swap("second")).phase == "done"
 
 
 async def test_swap_ends_after_a_planning_error(make_manager: Callable[..., ManagerHarness]) -> None:
     """The caller gets the reason, the next swap can run, and the old default answers, also after sleeping."""
-    house = make_manager(names=("first", "odd", "second"))
-    await house.ready("first")
-    failed = await house.swap("odd")
+    harness = make_manager(names=("first", "odd", "second"))
+    await harness.ready("first")
+    failed = await harness.swap("odd")
     assert (failed.phase, failed.model) == ("failed", "odd")
     assert "ValueError: cannot convert float NaN to integer" in failed.detail
-    assert (house.models.default, house.changed) == ("first", [])
-    house.models.unload("first")
-    await house.until(lambda: house.state("first") is EngineState.ASLEEP)
-    assert await ended(house.submit("t1", 3)) == answer(3)
-    house.swaps.clear()
-    assert (await house.swap("second")).phase == "done"
+    assert (harness.models.default, harness.changed) == ("first", [])
+    harness.models.unload("first")
+    await harness.until(lambda: harness.state("first") is EngineState.ASLEEP)
+    assert await ended(harness.submit("t1", 3)) == answer(3)
+    harness.swaps.clear()
+    assert (await harness.swap("second")).phase == "done"
 
 
 async def test_swap_ends_if_its_model_cannot_be_created(
     make_manager: Callable[..., ManagerHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller gets the reason, such as a missing GPU in its first plan, and the old default continues."""
-    house = make_manager()
-    await house.ready("first")
+    harness = make_manager()
+    await harness.ready("first")
 
     def fail(*_: object) -> ManagedModel:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 1.")
 
-    monkeypatch.setattr(house.models, "_make", fail)
-    assert (await house.swap("second")).detail == "There is no GPU 1."
-    assert await ended(house.submit("t1", 3)) == answer(3)
+    monkeypatch.setattr(harness.models, "_make", fail)
+    assert (await harness.swap("second")).detail == "There is no GPU 1."
+    assert await ended(harness.submit("t1", 3)) == answer(3)
 
 
 @pytest.mark.slow
 async def test_request_for_an_unloadable_model_gets_the_reason(make_manager: Callable[..., ManagerHarness]) -> None:
     """The next request tries again."""
-    house = make_manager(names=("first", "refuse -1"))
-    await house.ready("first")
-    house.models.ensure_loaded("refuse -1")
-    await house.until(lambda: house.state("refuse -1") is EngineState.FAILED)
+    harness = make_manager(names=("first", "refuse -1"))
+    await harness.ready("first")
+    harness.models.ensure_loaded("refuse -1")
+    await harness.until(lambda: harness.state("refuse -1") is EngineState.FAILED)
     with pytest.raises(InferenceCenterError, match="allocate"):
-        house.models.ensure_loaded("refuse -1")
-    assert house.state("refuse -1") is None
-    house.models.ensure_loaded("refuse -1")
-    await house.until(lambda: house.state("refuse -1") is EngineState.FAILED)
+        harness.models.ensure_loaded("refuse -1")
+    assert harness.state("refuse -1") is None
+    harness.models.ensure_loaded("refuse -1")
+    await harness.until(lambda: harness.state("refuse -1") is EngineState.FAILED)
 
 
-async def give_up(house: ManagerHarness, name: str) -> None:
+async def give_up(harness: ManagerHarness, name: str) -> None:
     """Kill a model's engines until it is given up."""
     for _ in range(2):
-        await house.ready(name)
-        pid = house.models.engine(name).status.pid
+        await harness.ready(name)
+        pid = harness.models.engine(name).status.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await house.until(lambda: house.state(name) is not EngineState.READY)
-    await house.until(lambda: house.state(name) is EngineState.FAILED)
+        await harness.until(lambda: harness.state(name) is not EngineState.READY)
+    await harness.until(lambda: harness.state(name) is EngineState.FAILED)
 
 
 @pytest.mark.parametrize("how", ["reload", "reload of another entry", "swap"])
 async def test_given_up_engine_is_revived(make_manager: Callable[..., ManagerHarness], how: str) -> None:
     """A reload or a load request revives it: it loads at once, and turns run again."""
-    house = make_manager()
-    await give_up(house, "first")
+    harness = make_manager()
+    await give_up(harness, "first")
     with pytest.raises(InferenceCenterError) as refusal:
-        house.submit("t1", 3)
+        harness.submit("t1", 3)
     assert (refusal.value.code, refusal.value.retry_after_ms) == (ErrorCode.ENGINE_UNAVAILABLE, None)
     with pytest.raises(InferenceCenterError, match="failed"):
-        house.models.ensure_loaded("first")
+        harness.models.ensure_loaded("first")
     if how == "swap":
-        assert (await house.swap("first")).phase == "done"
+        assert (await harness.swap("first")).phase == "done"
     elif how == "reload":
-        house.models.apply(house.registry())
+        harness.models.apply(harness.registry())
     else:
-        house.models.apply(house.registry(first=house.spec("first", kv_type_k="q8_0")))
-    await house.ready("first")
-    assert await ended(house.submit("t2", 3)) == answer(3)
-    assert not house.models.engine("first").given_up
+        harness.models.apply(harness.registry(first=harness.spec("first", kv_type_k="q8_0")))
+    await harness.ready("first")
+    assert await ended(harness.submit("t2", 3)) == answer(3)
+    assert not harness.models.engine("first").given_up
 
 
 async def test_started_turns_wait_for_their_model(make_manager: Callable[..., ManagerHarness]) -> None:
     """A model that could not be loaded keeps them until it is requested again; turns without output fail."""
-    house = make_manager(names=("first", "huge"), room=2)
-    await house.ready("first")
-    begun = RecallableTurn(order("t1", "count 3", answer=pack_tokens([0])), models=house.models)
-    silent = RecallableTurn(order("t2", "count 3"), models=house.models)
+    harness = make_manager(names=("first", "huge"), room=2)
+    await harness.ready("first")
+    begun = RecallableTurn(order("t1", "count 3", answer=pack_tokens([0])), models=harness.models)
+    silent = RecallableTurn(order("t2", "count 3"), models=harness.models)
     for turn in (begun, silent):
-        house.models.engine("huge").submit(turn)
-    await house.until(lambda: house.state("huge") is EngineState.FAILED)
+        harness.models.engine("huge").submit(turn)
+    await harness.until(lambda: harness.state("huge") is EngineState.FAILED)
     await asyncio.wait_for(silent.ended.wait(), TIMEOUT_S)
     assert ([type(end) for end in silent.terminal], begun.terminal) == ([Failed], [])
     with pytest.raises(InferenceCenterError, match="Does not fit"):
-        house.models.ensure_loaded("huge")
+        harness.models.ensure_loaded("huge")
     await asyncio.wait_for(begun.ended.wait(), TIMEOUT_S)
     assert begun.recalls == 1
 
 
 async def test_model_recovers_when_its_device_returns(make_manager: Callable[..., ManagerHarness]) -> None:
     """The waking turn gets the reason, loading fails with it, and the model is ready again when the device is."""
-    house = make_manager(names=("first", "second"))
-    await house.ready("first")
-    await ended(house.submit("t1", 1, model="second"))
-    house.models.unload("second")
-    await house.until(lambda: house.state("second") is EngineState.ASLEEP)
-    house.fault = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
-    turn = house.submit("t2", 1, model="second")
-    await house.until(lambda: house.state("second") is EngineState.FAILED)
+    harness = make_manager(names=("first", "second"))
+    await harness.ready("first")
+    await ended(harness.submit("t1", 1, model="second"))
+    harness.models.unload("second")
+    await harness.until(lambda: harness.state("second") is EngineState.ASLEEP)
+    harness.fault = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
+    turn = harness.submit("t2", 1, model="second")
+    await harness.until(lambda: harness.state("second") is EngineState.FAILED)
     await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
     (end,) = turn.terminal
     assert isinstance(end, Failed)
     assert "There is no GPU 7." in end.message
-    assert house.models.describe()[1].state == "failed"
-    house.fault = None
-    await house.ready("second")
-    assert await ended(house.submit("t3", 1, model="second")) == answer(1)
+    assert harness.models.describe()[1].state == "failed"
+    harness.fault = None
+    await harness.ready("second")
+    assert await ended(harness.submit("t3", 1, model="second")) == answer(1)
 
 
 async def test_swap_ends_after_an_internal_error(
     make_manager: Callable[..., ManagerHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its caller gets the error, the lock on changes is released, and the next swap succeeds."""
-    house = make_manager()
-    await house.ready("first")
+    harness = make_manager()
+    await harness.ready("first")
 
     async def fail(*_: object) -> str | None:
         raise ValueError("a defect")
 
     with monkeypatch.context() as patched:
-        patched.setattr(house.models, "_load", fail)
-        failed = await house.swap("second")
+        patched.setattr(harness.models, "_load", fail)
+        failed = await harness.swap("second")
     assert (failed.phase, "a defect" in failed.detail) == ("failed", True)
-    house.swaps.clear()
-    assert (await house.swap("second")).phase == "done"
+    harness.swaps.clear()
+    assert (await harness.swap("second")).phase == "done"
 
 
 async def test_concurrent_swap_is_refused(make_manager: Callable[..., ManagerHarness]) -> None:
     """A swap to the default itself succeeds at once."""
-    house = make_manager()
-    await house.ready("first")
-    house.models.swap("second", house.tell)
+    harness = make_manager()
+    await harness.ready("first")
+    harness.models.swap("second", harness.tell)
     await asyncio.sleep(0)
     with pytest.raises(InferenceCenterError) as refusal:
-        house.models.swap("first", house.tell)
+        harness.models.swap("first", harness.tell)
     assert (refusal.value.code, refusal.value.retry_after_ms) == (ErrorCode.MODEL_LOADING, 1000)
-    await house.until(lambda: house.swaps[-1].phase == "done")
-    house.swaps.clear()
-    assert (await house.swap("second")).phase == "done"
-    assert house.changed == ["second", "second"]
+    await harness.until(lambda: harness.swaps[-1].phase == "done")
+    harness.swaps.clear()
+    assert (await harness.swap("second")).phase == "done"
+    assert harness.changed == ["second", "second"]
 
 
 async def test_least_recently_used_model_is_evicted(make_manager: Callable[..., ManagerHarness]) -> None:
     """A third model replaces it; it is loaded again on demand."""
-    house = make_manager(names=("first", "second", "third"))
-    await house.ready("first")
-    await ended(house.submit("t1", 1, model="second"))
-    await ended(house.submit("t2", 1, model="first"))
-    await ended(house.submit("t3", 1, model="third"))
-    assert [house.state(name) for name in house.names] == [
+    harness = make_manager(names=("first", "second", "third"))
+    await harness.ready("first")
+    await ended(harness.submit("t1", 1, model="second"))
+    await ended(harness.submit("t2", 1, model="first"))
+    await ended(harness.submit("t3", 1, model="third"))
+    assert [harness.state(name) for name in harness.names] == [
         EngineState.READY,
         EngineState.ASLEEP,
         EngineState.READY,
     ]
-    assert await ended(house.submit("t4", 2, model="second")) == answer(2)
-    assert house.state("first") is EngineState.ASLEEP
+    assert await ended(harness.submit("t4", 2, model="second")) == answer(2)
+    assert harness.state("first") is EngineState.ASLEEP
 
 
 async def test_one_client_does_not_evict_the_model_of_another(make_manager: Callable[..., ManagerHarness]) -> None:
     """Its turn waits while the other client's model is new; an operator's load does not wait, and stays too."""
-    house = make_manager(room=1, min_residency_s=3600.0, names=("first", "second", "third"))
-    await house.ready("first")
-    await ended(house.submit("t1", 1, client_id="ada"))
-    waiting = house.submit("t2", 2, model="second", client_id="eve")
+    harness = make_manager(room=1, min_residency_s=3600.0, names=("first", "second", "third"))
+    await harness.ready("first")
+    await ended(harness.submit("t1", 1, client_id="ada"))
+    waiting = harness.submit("t2", 2, model="second", client_id="eve")
     await asyncio.wait_for(waiting.was_delayed.wait(), TIMEOUT_S)
     assert 0 < waiting.delays_s[0] <= 3600
-    assert await ended(house.submit("t3", 1, client_id="ada")) == answer(1)
-    assert (house.state("first"), waiting.events) == (EngineState.READY, [])
-    assert (await house.swap("third")).phase == "done"
-    assert (house.state("third"), waiting.events) == (EngineState.READY, [])
-    house.models.unload("third")
+    assert await ended(harness.submit("t3", 1, client_id="ada")) == answer(1)
+    assert (harness.state("first"), waiting.events) == (EngineState.READY, [])
+    assert (await harness.swap("third")).phase == "done"
+    assert (harness.state("third"), waiting.events) == (EngineState.READY, [])
+    harness.models.unload("third")
     assert await ended(waiting) == answer(2)
 
 
 async def test_swap_ends_if_its_model_is_evicted_at_once(make_manager: Callable[..., ManagerHarness]) -> None:
     """It was ready for a moment: the turn of another model that waited for its place runs."""
-    house = make_manager(room=1, names=("first", "second", "third"))
-    await house.ready("first")
+    harness = make_manager(room=1, names=("first", "second", "third"))
+    await harness.ready("first")
     for number in range(3):
-        waiting = house.submit(f"t{number}", 2, model="second", client_id="eve")
-        house.swaps.clear()
-        assert (await house.swap("third")).phase == "done"
+        waiting = harness.submit(f"t{number}", 2, model="second", client_id="eve")
+        harness.swaps.clear()
+        assert (await harness.swap("third")).phase == "done"
         assert await ended(waiting) == answer(2)
-        house.swaps.clear()
-        assert (await house.swap("first")).phase == "done"
+        harness.swaps.clear()
+        assert (await harness.swap("first")).phase == "done"
 
 
 async def test_only_user_of_a_model_can_evict_it_at_once(make_manager: Callable[..., ManagerHarness]) -> None:
     """Alternating between models then costs other clients nothing."""
-    house = make_manager(room=1, min_residency_s=3600.0)
-    await house.ready("first")
+    harness = make_manager(room=1, min_residency_s=3600.0)
+    await harness.ready("first")
     for number, name in enumerate(("first", "second", "first")):
-        assert await ended(house.submit(f"t{number}", 2, model=name, client_id="eve")) == answer(2)
-    house.models.ensure_loaded("second", "eve")
-    await house.ready("second")
+        assert await ended(harness.submit(f"t{number}", 2, model=name, client_id="eve")) == answer(2)
+    harness.models.ensure_loaded("second", "eve")
+    await harness.ready("second")
 
 
 async def test_unloaded_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarness]) -> None:
     """Unloading waits for its running turn; a model that was never requested has nothing to unload."""
-    house = make_manager()
-    await house.ready("first")
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager()
+    await harness.ready("first")
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-    house.models.unload("first")
-    house.models.unload("second")
-    house.models.engine("first").release("t1")
-    await house.until(lambda: house.state("first") is EngineState.ASLEEP)
+    harness.models.unload("first")
+    harness.models.unload("second")
+    harness.models.engine("first").release("t1")
+    await harness.until(lambda: harness.state("first") is EngineState.ASLEEP)
     assert (running.text, running.interruptions) == (answer(5), 0)
-    assert await ended(house.submit("t2", 2)) == answer(2)
+    assert await ended(harness.submit("t2", 2)) == answer(2)
 
 
 async def test_limits_reach_every_ready_engine(make_manager: Callable[..., ManagerHarness]) -> None:
     """They depend on its number of slots."""
-    house = make_manager()
-    await house.ready("first")
+    harness = make_manager()
+    await harness.ready("first")
     asked: list[int] = []
 
     def limit(slots: int) -> EngineLimits:
         asked.append(slots)
         return EngineLimits(active_slots=slots, prefill_share=1.0, lowest_class=2, pause_ms=0)
 
-    house.models.engine("second")
-    house.models.limit(limit)
+    harness.models.engine("second")
+    harness.models.limit(limit)
     assert asked == [stub_engine.MODEL.slots]
 
 
@@ -549,44 +549,46 @@ async def test_limits_reach_every_ready_engine(make_manager: Callable[..., Manag
 
 async def test_changed_entry_is_reloaded(make_manager: Callable[..., ManagerHarness]) -> None:
     """Running turns end with the old engine; if both would use the same KV directory, it ends first."""
-    house = make_manager()
-    await house.ready("first")
-    old = house.watch(house.models.engine("first"))
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager()
+    await harness.ready("first")
+    old = harness.watch(harness.models.engine("first"))
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-    house.models.apply(house.registry(first=house.spec("first", kv_type_k="q8_0")))
-    await house.until(lambda: house.models.engine("first") is not old and house.state("first") is EngineState.READY)
+    harness.models.apply(harness.registry(first=harness.spec("first", kv_type_k="q8_0")))
+    await harness.until(
+        lambda: harness.models.engine("first") is not old and harness.state("first") is EngineState.READY
+    )
     assert not running.ended.is_set()
     old.release("t1")
     assert await ended(running) == answer(5)
     assert (running.interruptions, running.recalls) == (0, 0)
-    await house.until(lambda: old.status.state is EngineState.STOPPED)
+    await harness.until(lambda: old.status.state is EngineState.STOPPED)
 
 
 async def test_changed_parameters_keep_the_engine(make_manager: Callable[..., ManagerHarness]) -> None:
     """They apply from the next turn on."""
-    house = make_manager()
-    await house.ready("first")
-    old = house.models.engine("first")
-    house.models.apply(house.registry(first=replace(house.spec("first"), params={"temp": 0.5})))
+    harness = make_manager()
+    await harness.ready("first")
+    old = harness.models.engine("first")
+    harness.models.apply(harness.registry(first=replace(harness.spec("first"), params={"temp": 0.5})))
     await asyncio.sleep(0)
-    async with house.models._changing:
-        assert house.models.params_of("first") == {"temp": 0.5}
-    assert house.models.engine("first") is old
+    async with harness.models._changing:
+        assert harness.models.params_of("first") == {"temp": 0.5}
+    assert harness.models.engine("first") is old
     assert old.status.state is EngineState.READY
 
 
 async def test_queued_turns_move_to_the_changed_entry(make_manager: Callable[..., ManagerHarness]) -> None:
     """If the KV directory is the same, started and waiting turns go to the new engine."""
-    house = make_manager(patience_s=0.05)
-    await house.ready("first")
-    old = house.watch(house.models.engine("first"))
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager(patience_s=0.05)
+    await harness.ready("first")
+    old = harness.watch(harness.models.engine("first"))
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-    house.models.apply(house.registry(first=house.spec("first", max_queue=5)))
-    await house.until(lambda: house.models.engine("first") is not old)
+    harness.models.apply(harness.registry(first=harness.spec("first", max_queue=5)))
+    await harness.until(lambda: harness.models.engine("first") is not old)
     assert (running.interruptions, running.recalls) == (1, 1)
-    house.models.engine("first").abort("t1")
+    harness.models.engine("first").abort("t1")
     await asyncio.wait_for(running.ended.wait(), TIMEOUT_S)
     assert answer(5).startswith(running.text)
 
@@ -595,88 +597,88 @@ async def test_changed_entry_that_cannot_be_loaded_keeps_the_old_model(
     make_manager: Callable[..., ManagerHarness],
 ) -> None:
     """The old engine continues."""
-    house = make_manager(names=("first", "second"))
-    await house.ready("first")
-    old = house.watch(house.models.engine("first"))
-    broken = replace(house.spec("first", kv_type_k="q8_0"), path=Path("broken"))
-    make = house.make
+    harness = make_manager(names=("first", "second"))
+    await harness.ready("first")
+    old = harness.watch(harness.models.engine("first"))
+    broken = replace(harness.spec("first", kv_type_k="q8_0"), path=Path("broken"))
+    make = harness.make
 
     def make_broken(spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]]) -> ManagedModel:
         made = make(replace(spec, name="refuse -1"), admit)
-        made.supervisor.subscribe(partial(house._see, "refuse -1"))
+        made.supervisor.subscribe(partial(harness._see, "refuse -1"))
         return made
 
-    house.models._make = make_broken
-    house.models.apply(house.registry(first=broken))
-    await house.until(lambda: len(house.models.supervisors) == 2)
-    await house.until(lambda: ("refuse -1", EngineState.STOPPED) in house.seen)
-    assert house.models.engine("first") is old
-    assert await ended(house.submit("t1", 3)) == answer(3)
+    harness.models._make = make_broken
+    harness.models.apply(harness.registry(first=broken))
+    await harness.until(lambda: len(harness.models.supervisors) == 2)
+    await harness.until(lambda: ("refuse -1", EngineState.STOPPED) in harness.seen)
+    assert harness.models.engine("first") is old
+    assert await ended(harness.submit("t1", 3)) == answer(3)
 
 
 async def test_entries_can_be_added_and_removed(make_manager: Callable[..., ManagerHarness]) -> None:
     """A new default is loaded before it is used; a removed one ends after its turns, and is not found any more."""
-    house = make_manager()
-    await house.ready("first")
-    old = house.watch(house.models.engine("first"))
-    running = house.submit("t1", 5, how="hold")
+    harness = make_manager()
+    await harness.ready("first")
+    old = harness.watch(harness.models.engine("first"))
+    running = harness.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-    house.names = ("third",)
-    house.models.apply(house.registry("third"))
-    await house.until(lambda: house.changed == ["third"])
-    await house.until(lambda: house.models.names == ("third",))
+    harness.names = ("third",)
+    harness.models.apply(harness.registry("third"))
+    await harness.until(lambda: harness.changed == ["third"])
+    await harness.until(lambda: harness.models.names == ("third",))
     with pytest.raises(InferenceCenterError):
-        house.models.engine("first")
+        harness.models.engine("first")
     assert not running.ended.is_set()
     old.release("t1")
     assert await ended(running) == answer(5)
-    await house.until(lambda: old.status.state is EngineState.STOPPED)
-    assert await ended(house.submit("t2", 2)) == answer(2)
+    await harness.until(lambda: old.status.state is EngineState.STOPPED)
+    assert await ended(harness.submit("t2", 2)) == answer(2)
 
 
 async def test_stop_ends_a_loading_engine(make_manager: Callable[..., ManagerHarness]) -> None:
     """The others end, too."""
-    house = make_manager(names=("first", "wait"))
-    await house.ready("first")
-    house.models.swap("wait", house.tell)
-    house.models.apply(house.registry(first=house.spec("first", kv_type_k="q8_0")))
-    await house.until(lambda: house.state("wait") is EngineState.STARTING)
-    supervisors = house.models.supervisors
-    await house.models.stop()
+    harness = make_manager(names=("first", "wait"))
+    await harness.ready("first")
+    harness.models.swap("wait", harness.tell)
+    harness.models.apply(harness.registry(first=harness.spec("first", kv_type_k="q8_0")))
+    await harness.until(lambda: harness.state("wait") is EngineState.STARTING)
+    supervisors = harness.models.supervisors
+    await harness.models.stop()
     assert [each.status.state for each in supervisors] == [EngineState.STOPPED, EngineState.STOPPED]
 
 
 async def test_rescan_finds_new_models(make_manager: Callable[..., ManagerHarness]) -> None:
     """Existing ones are unchanged, also if the directory cannot be read."""
-    house = make_manager()
-    fresh = house.registry(first=house.spec("first", max_queue=5), third=house.spec("third"))
-    house.models.apply(replace(house.registry(), reread=lambda: fresh))
-    await house.ready("first")
-    await house.until(lambda: not house.models._changing.locked())
-    engine = house.models.engine("first")
+    harness = make_manager()
+    fresh = harness.registry(first=harness.spec("first", max_queue=5), third=harness.spec("third"))
+    harness.models.apply(replace(harness.registry(), reread=lambda: fresh))
+    await harness.ready("first")
+    await harness.until(lambda: not harness.models._changing.locked())
+    engine = harness.models.engine("first")
     with pytest.raises(InferenceCenterError):
-        house.models.engine("third")
-    house.models.rescan()
-    assert house.models.names == ("first", "second", "third")
-    assert house.models.engine("first") is engine
-    assert await ended(house.submit("t1", 2, model="third")) == answer(2)
-    house.models._registry = replace(house.models._registry, reread=unreadable)
-    house.models.rescan()
-    assert house.models.names == ("first", "second", "third")
+        harness.models.engine("third")
+    harness.models.rescan()
+    assert harness.models.names == ("first", "second", "third")
+    assert harness.models.engine("first") is engine
+    assert await ended(harness.submit("t1", 2, model="third")) == answer(2)
+    harness.models._registry = replace(harness.models._registry, reread=unreadable)
+    harness.models.rescan()
+    assert harness.models.names == ("first", "second", "third")
 
 
 async def test_removed_models_are_forgotten(make_manager: Callable[..., ManagerHarness]) -> None:
     """Others are unchanged."""
-    house = make_manager()
-    await house.ready("first")
-    engine = house.models.engine("first")
-    left = replace(house.registry(), models={"first": house.spec("first")})
-    house.models._registry = replace(house.models._registry, reread=lambda: left)
-    house.models.forget_removed()
+    harness = make_manager()
+    await harness.ready("first")
+    engine = harness.models.engine("first")
+    left = replace(harness.registry(), models={"first": harness.spec("first")})
+    harness.models._registry = replace(harness.models._registry, reread=lambda: left)
+    harness.models.forget_removed()
     await asyncio.sleep(0)
-    async with house.models._changing:
-        assert house.models.names == ("first",)
-    assert house.models.engine("first") is engine
+    async with harness.models._changing:
+        assert harness.models.names == ("first",)
+    assert harness.models.engine("first") is engine
 
 
 def unreadable() -> Registry:

@@ -36,7 +36,7 @@ TEXT = (PromptSegment("hi"),)
 
 
 @dataclass
-class Desk(Timers):
+class TokenizerHarness(Timers):
     """A client whose timers fire on request, and the messages sent to the engine."""
 
     sent: list[ToEngine] = field(default_factory=list)
@@ -62,95 +62,95 @@ async def code_of(answer: Awaitable[object]) -> ErrorCode:
 
 async def test_request_waits_for_an_engine_and_is_sent_once() -> None:
     """The answer is matched by number; afterwards no entry is kept and no timer runs."""
-    desk = Desk()
-    first, second = desk.tokenize(), desk.lookups.detokenize([7], client_id="d")
-    assert desk.sent == []
-    desk.connect()
-    assert desk.sent == [TokenizeRequest(1, TEXT, True, "c"), DetokenizeRequest(2, pack_tokens([7]), "d")]
-    desk.lookups.on_answer(Detokenized(2, "x"))
-    desk.lookups.on_answer(Tokenized(1, pack_tokens([1, 2]), (b"h", b"i")))
+    harness = TokenizerHarness()
+    first, second = harness.tokenize(), harness.lookups.detokenize([7], client_id="d")
+    assert harness.sent == []
+    harness.connect()
+    assert harness.sent == [TokenizeRequest(1, TEXT, True, "c"), DetokenizeRequest(2, pack_tokens([7]), "d")]
+    harness.lookups.on_answer(Detokenized(2, "x"))
+    harness.lookups.on_answer(Tokenized(1, pack_tokens([1, 2]), (b"h", b"i")))
     assert (await first).spelled == (b"h", b"i")
     assert (await second).text == "x"
     await asyncio.sleep(0)
-    assert (len(desk.lookups), desk.pending) == (0, [])
+    assert (len(harness.lookups), harness.pending) == (0, [])
 
 
 async def test_requests_of_a_lost_engine_fail() -> None:
     """One of them may have crashed it; later ones wait for the next engine."""
-    desk = Desk()
-    desk.connect()
-    asked = desk.tokenize()
-    desk.lookups.lost()
-    later = desk.tokenize()
+    harness = TokenizerHarness()
+    harness.connect()
+    asked = harness.tokenize()
+    harness.lookups.lost()
+    later = harness.tokenize()
     assert await code_of(asked) is ErrorCode.ENGINE_UNAVAILABLE
-    desk.connect()
-    desk.lookups.on_answer(Tokenized(1, b"", ()))
-    desk.lookups.on_answer(Tokenized(2, b"", ()))
+    harness.connect()
+    harness.lookups.on_answer(Tokenized(1, b"", ()))
+    harness.lookups.on_answer(Tokenized(2, b"", ()))
     assert (await later).lookup_id == 2
-    assert len(desk.sent) == 2
+    assert len(harness.sent) == 2
 
 
 @pytest.mark.parametrize(("ready", "code"), [(False, ErrorCode.MODEL_LOADING), (True, ErrorCode.ENGINE_UNAVAILABLE)])
 async def test_requests_time_out(ready: bool, code: ErrorCode) -> None:
     """The error says what it waited for: an engine, or one that does not answer."""
-    desk = Desk()
+    harness = TokenizerHarness()
     if ready:
-        desk.connect()
-    answer = desk.tokenize()
-    desk.fire()
+        harness.connect()
+    answer = harness.tokenize()
+    harness.fire()
     assert await code_of(answer) is code
 
 
 async def test_number_of_requests_is_limited() -> None:
     """Another is refused until one is answered or cancelled."""
-    desk = Desk()
-    answers = [desk.tokenize() for _ in range(MAX_LOOKUPS)]
+    harness = TokenizerHarness()
+    answers = [harness.tokenize() for _ in range(MAX_LOOKUPS)]
     with pytest.raises(InferenceCenterError, match="64"):
-        desk.tokenize()
+        harness.tokenize()
     answers[3].cancel()
     await asyncio.sleep(0)
-    desk.tokenize()
-    desk.lookups.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE))
+    harness.tokenize()
+    harness.lookups.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE))
     assert {await code_of(each) for each in answers if not each.cancelled()} == {ErrorCode.ENGINE_UNAVAILABLE}
 
 
 @pytest.mark.parametrize("large", [False, True])
 async def test_client_with_many_requests_does_not_block_others(large: bool) -> None:
     """One client may fill all places, or the budget for texts; the next one still has its share."""
-    desk = Desk()
+    harness = TokenizerHarness()
     pieces = (PromptSegment("x" * (MAX_LOOKUP_BYTES // 4)),) if large else TEXT
     n_places = 3 if large else MAX_LOOKUPS
-    answers = [desk.tokenize("greedy", pieces) for _ in range(n_places)]
+    answers = [harness.tokenize("greedy", pieces) for _ in range(n_places)]
     with pytest.raises(InferenceCenterError) as refused:
-        desk.tokenize("greedy", pieces)
+        harness.tokenize("greedy", pieces)
     assert refused.value.code is ErrorCode.OVERLOADED
-    answers.append(desk.tokenize("modest", pieces))
+    answers.append(harness.tokenize("modest", pieces))
     answers[0].cancel()
     answers[1].cancel()
     await asyncio.sleep(0)
-    answers.append(desk.tokenize("greedy", pieces))
-    desk.lookups.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE))
+    answers.append(harness.tokenize("greedy", pieces))
+    harness.lookups.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE))
     for each in answers:
         each.exception() if not each.cancelled() else None
 
 
 async def test_abandoned_request_is_withdrawn_from_the_engine() -> None:
     """A request that is cancelled, ended by its caller or timed out is withdrawn; an answered one is not."""
-    desk = Desk()
-    desk.connect()
-    cancelled, ended, answered = desk.tokenize(), desk.tokenize(), desk.tokenize()
+    harness = TokenizerHarness()
+    harness.connect()
+    cancelled, ended, answered = harness.tokenize(), harness.tokenize(), harness.tokenize()
     cancelled.cancel()
     ended.set_exception(ConnectionError("the client is gone"))
-    desk.lookups.on_answer(Tokenized(3, b"", ()))
+    harness.lookups.on_answer(Tokenized(3, b"", ()))
     await asyncio.sleep(0)
-    assert desk.sent[3:] == [CancelLookup(1), CancelLookup(2)]
-    late = desk.tokenize()
-    desk.fire()
+    assert harness.sent[3:] == [CancelLookup(1), CancelLookup(2)]
+    late = harness.tokenize()
+    harness.fire()
     assert await code_of(late) is ErrorCode.ENGINE_UNAVAILABLE
-    assert desk.sent[6:] == [CancelLookup(4)]
+    assert harness.sent[6:] == [CancelLookup(4)]
     assert (await answered).lookup_id == 3
     assert isinstance(ended.exception(), ConnectionError)
-    assert (len(desk.lookups), desk.pending) == (0, [])
+    assert (len(harness.lookups), harness.pending) == (0, [])
 
 
 async def test_errors_of_the_engine_are_passed_on() -> None:
@@ -159,15 +159,15 @@ async def test_errors_of_the_engine_are_passed_on() -> None:
     def refuse(message: ToEngine) -> None:
         raise FramingError("too large")
 
-    desk = Desk()
-    desk.connect()
-    first, second = desk.tokenize(), desk.tokenize()
-    desk.lookups.on_answer(LookupFailed(1, "invalid_request", "no text"))
-    desk.lookups.on_answer(LookupFailed(2, "nonsense", "?"))
+    harness = TokenizerHarness()
+    harness.connect()
+    first, second = harness.tokenize(), harness.tokenize()
+    harness.lookups.on_answer(LookupFailed(1, "invalid_request", "no text"))
+    harness.lookups.on_answer(LookupFailed(2, "nonsense", "?"))
     assert await code_of(first) is ErrorCode.INVALID_REQUEST
     assert await code_of(second) is ErrorCode.INTERNAL
-    desk.lookups.connect(refuse)
-    assert await code_of(desk.tokenize()) is ErrorCode.MESSAGE_TOO_LARGE
+    harness.lookups.connect(refuse)
+    assert await code_of(harness.tokenize()) is ErrorCode.MESSAGE_TOO_LARGE
 
 
 async def test_request_wakes_a_sleeping_engine() -> None:
