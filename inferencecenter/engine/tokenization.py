@@ -36,7 +36,7 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.protocol import params as turn_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from inferencecenter.engine.backend import Backend, TextCodec
     from inferencecenter.engine.grammar_cache import CompiledGrammar, GrammarCache
@@ -324,18 +324,19 @@ class TokenizationStage:
         """Return the tokens of the prompt, and how many of them are those of the shared pieces."""
         history = unpack_tokens(submit.tokens)
         if history:
-            return history + self._pieces(job.each(submit.pieces), first=False), 0
+            return history + self._pieces(submit.pieces, job, first=False), 0
         shared, own = submit.pieces[: submit.shared_pieces], submit.pieces[submit.shared_pieces :]
-        prefix = self._pieces(job.each(shared), first=True) if shared else []
-        return prefix + self._pieces(job.each(own), first=True, after=prefix), len(prefix)
+        prefix = self._pieces(shared, job, first=True) if shared else []
+        return prefix + self._pieces(own, job, first=True, after=prefix), len(prefix)
 
-    def _pieces(self, pieces: Iterable[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
+    def _pieces(
+        self, pieces: Sequence[PromptSegment], job: Job, *, first: bool, after: Sequence[int] = ()
+    ) -> list[int]:
         """Return the tokens of texts and images."""
         tokens: list[int] = []
-        texts: list[PromptSegment] = []
-        for piece in pieces:
+        begin = 0
+        for number, piece in enumerate(pieces):
             if piece.image is None:
-                texts.append(piece)
                 continue
             if self._backend.projector is None:
                 raise InferenceCenterError(
@@ -344,10 +345,11 @@ class TokenizationStage:
                     hint="Choose a model with a projector (mmproj).",
                     field="images",
                 )
+            texts = job.each(pieces[begin:number])
             tokens += self._backend.tokenize(texts, first=first, after=[*after, *tokens])
             tokens += self._backend.projector.tokens(piece.image)
-            texts = []
-        return tokens + self._backend.tokenize(texts, first=first, after=[*after, *tokens])
+            begin = number + 1
+        return tokens + self._backend.tokenize(job.each(pieces[begin:]), first=first, after=[*after, *tokens])
 
     def _spans(self, submit: Submit, tokens: Sequence[int]) -> tuple[ImageSpan, ...]:
         """Return the rows of images in a prompt."""

@@ -492,7 +492,7 @@ def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.l
 
 
 def _is_quantized(model: LlamaModel) -> bool:
-    n_bits: int = 8 * lib.llama_model_size(model.handle)
+    n_bits = 8 * model.n_bytes
     n_weights: int = lib.llama_model_n_params(model.handle)
     return n_bits < _UNQUANTIZED_BITS * n_weights
 
@@ -578,6 +578,7 @@ class LlamaBackend:
                 )
             projector = None
             if options.mmproj_path:
+                sizes.begin_model()
                 projector = LlamaProjector.load(
                     Path(options.mmproj_path), model, n_threads=n_threads, max_rows=context.max_rows, log=log
                 )
@@ -609,6 +610,7 @@ class LlamaBackend:
         """
         vocab, context = self._model.vocab, self._context
         specs = plan_chain(params, n_vocab=vocab.n_tokens, n_ctx=context.n_ctx, end_tokens=vocab.end_tokens)
+        tokens = [*prompt, *answer]
         sampler = NativeSampler(
             context=context.handle,
             batch_index=context.batch_index,
@@ -617,7 +619,7 @@ class LlamaBackend:
             n_vocab=vocab.n_tokens,
             token_text=vocab.token_text,
             n_probs=params.n_probs,
-            prompt=[token for token in (*prompt, *answer) if not is_row(token)],
+            prompt=tokens if self.projector is None else [token for token in tokens if not is_row(token)],
             position=len(answer),
             constraint=constraint,
         )

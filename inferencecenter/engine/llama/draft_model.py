@@ -42,7 +42,7 @@ class LlamaDraftModel:
     def __init__(
         self, model: LlamaModel, context: LlamaContext, *, main: LlamaModel, on_log: Callable[[str, str], None]
     ) -> None:
-        self.cost: float = _CALL_COST + lib.llama_model_size(model.handle) / lib.llama_model_size(main.handle)
+        self.cost: float = _CALL_COST + model.n_bytes / main.n_bytes
         self._context = context
         self._n_vocab = model.vocab.n_tokens
         self._end_tokens = sorted(model.vocab.end_tokens)

@@ -51,9 +51,9 @@ class LlamaLog:
         """Redirect the log of llama.cpp, or of the library that ``set_log`` belongs to, to this object."""
         set_log(self._callback, ctypes.c_void_p(0))
 
-    def close(self) -> None:
-        """Discard llama.cpp's log, so that this object may be dropped."""
-        lib.llama_log_set(_discard, ctypes.c_void_p(0))
+    def close(self, set_log: Callable[..., None] = lib.llama_log_set) -> None:
+        """Discard the log that ``install`` redirected, so that this object may be dropped."""
+        set_log(_discard, ctypes.c_void_p(0))
 
     def take_problems(self) -> tuple[str, ...]:
         """Return the last warnings and errors since the previous call, oldest first."""

@@ -47,9 +47,10 @@ class LlamaProjector:
         is_causal: Whether a row attends only to earlier rows; otherwise all rows of a run are computed at once.
     """
 
-    def __init__(self, handle: int, *, mtmd: Any, n_embd: int) -> None:
+    def __init__(self, handle: int, *, mtmd: Any, n_embd: int, log: LlamaLog) -> None:
         self._handle = handle
         self._mtmd = mtmd
+        self._log = log
         self.n_embd = n_embd
         self.is_causal = not mtmd.mtmd_decode_use_non_causal(handle, None)
 
@@ -71,11 +72,13 @@ class LlamaProjector:
         params.image_max_tokens = max_rows
         handle = mtmd.mtmd_init_from_file(str(path).encode(), model.handle, params) if path.is_file() else None
         if not handle:
+            log.close(mtmd.mtmd_log_set)
             raise unusable(path, f"is not a projector for {model.path.name}: {' '.join(log.take_problems())}")
         if not mtmd.mtmd_support_vision(handle) or mtmd.mtmd_decode_use_mrope(handle):
             mtmd.mtmd_free(handle)
+            log.close(mtmd.mtmd_log_set)
             raise unusable(path, "has no vision encoder, or one whose rows have positions in two dimensions (M-RoPE).")
-        return cls(handle, mtmd=mtmd, n_embd=lib.llama_model_n_embd_inp(model.handle))
+        return cls(handle, mtmd=mtmd, n_embd=lib.llama_model_n_embd_inp(model.handle), log=log)
 
     def tokens(self, image: ImageRef) -> list[int]:
         """Return the tokens of an image: those of its marks, and the ids of its rows.
@@ -120,6 +123,7 @@ class LlamaProjector:
     def close(self) -> None:
         """Free the projector."""
         self._mtmd.mtmd_free(self._handle)
+        self._log.close(self._mtmd.mtmd_log_set)
 
     @contextmanager
     def _parts(self, image: ImageRef, pixels: bytes | None) -> Iterator[list[int]]:
