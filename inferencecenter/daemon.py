@@ -49,6 +49,8 @@ from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, 
 from inferencecenter.server.load_history import HISTORY_FILE, LoadHistory, recording
 from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.context import parse_config_params
+from inferencecenter.sessions.images.library import ImageLibrary
+from inferencecenter.sessions.images.store import IMAGES_NAME, ImageFile
 from inferencecenter.sessions.journal import RETRY_LATER_MS, check_writable
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.observability import TurnObservers
@@ -308,6 +310,7 @@ class _Prepared:
 
     accounts: Accounts
     store: SessionStore | None
+    images: ImageLibrary
     config_params: Params
     registry: Registry
     sockets: list[socket.socket]
@@ -363,10 +366,13 @@ def serve(
         accounts.audit(AuditEvent.DAEMON_STARTED, detail=__version__)
         held.callback(accounts.audit, AuditEvent.DAEMON_STOPPED)
         store = _open_store(settings)
+        images = _open_images(settings)
+        held.callback(images.close)
         record_open_files(settings.state_dir, (accounts.identity, store.identity if store is not None else None))
         prepared = _Prepared(
             accounts=accounts,
             store=store,
+            images=images,
             config_params=config_params,
             registry=registry,
             sockets=[*sockets, *ollama],
@@ -391,6 +397,13 @@ def _open_store(settings: Settings) -> SessionStore | None:
     return SessionStore.open(settings.state_dir / DATABASE_NAME, search=settings.sessions.search)
 
 
+def _open_images(settings: Settings) -> ImageLibrary:
+    file = None
+    if settings.sessions.store:
+        file = ImageFile(settings.state_dir / IMAGES_NAME, sessions=settings.state_dir / DATABASE_NAME)
+    return ImageLibrary(file, max_bytes=settings.sessions.images_mib * 1024 * 1024, clock=time.time)
+
+
 async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callable[[], None]) -> int:
     """Build the parts, serve, and shut them down; return the exit code.
 
@@ -405,8 +418,14 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     def live_sessions() -> tuple[str, ...]:
         return sessions.kv_owners()
 
-    models, gpu = make_models(settings, prepared.registry, metrics=metrics.engines, live_sessions=live_sessions), Gpu()
-    supervisor = models.engine(models.default)
+    models = make_models(
+        settings,
+        prepared.registry,
+        metrics=metrics.engines,
+        live_sessions=live_sessions,
+        pixels=prepared.images.pixels,
+    )
+    supervisor, gpu = models.engine(models.default), Gpu()
     memory = MemoryPressureMonitor(
         engines=lambda: models.supervisors, measure=reader(settings.memory, settings.gpu), metrics=metrics
     )
@@ -421,6 +440,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         archive=store.reader if store is not None else None,
         observer=TurnObservers(metrics, history),
         tracer=prepared.traces,
+        images=prepared.images,
         admit=memory.admit,
         quota_of=quotas.of,
     )
@@ -572,6 +592,8 @@ async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: Se
         await asyncio.sleep(0)
     if store is not None:
         archived = await sessions.archive.purged(kind, name)
+        if kind == "client":
+            await sessions.images.forget_client(name)
         n_sessions += sessions.purge(kind, name)  # one that was loaded meanwhile
         owner = archived or owner or ""
         store.purge(kind, name, client_id=owner)
@@ -656,6 +678,7 @@ def make_models(
     *,
     metrics: EngineMetrics,
     live_sessions: Callable[[], Collection[str]],
+    pixels: Callable[[str], Awaitable[bytes | None]] | None = None,
 ) -> ModelManager:
     """Return the models, none of them loaded yet, and delete the parked KV of models that no longer exist.
 
@@ -664,6 +687,7 @@ def make_models(
         registry: The models by name.
         metrics: Where steps are recorded.
         live_sessions: Returns the sessions whose KV a new engine keeps.
+        pixels: Returns the pixels of an image by its digest.
     """
     remove_stale_caches(settings.kv, settings.state_dir, registry.models.values())
     suspicion_file = PoisonTurnStore(settings.state_dir / _SUSPECTS_FILE)
@@ -695,6 +719,7 @@ def make_models(
             ends_with_it=lambda: ends_daemon(supervisor),
             admit=lambda: admit(supervisor),
             on_step=meter.step,
+            pixels=pixels,
             crash_limit=crash_limit,
             suspicion_file=suspicion_file,
             lock_path=settings.state_dir / f"engine-{cache_key(spec)}.lock",

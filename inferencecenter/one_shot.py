@@ -219,6 +219,10 @@ class _OneModel:
         self.engine(name)
         return self.spec.kind
 
+    def sees(self, name: str) -> bool:
+        model = self.engine(name).model
+        return model is not None and model.sees
+
     def params_of(self, name: str) -> Mapping[str, Any]:
         self.engine(name)
         return self.spec.params

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.api.request_context import RequestContext
     from inferencecenter.protocol.requests import Infer
-    from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
+    from inferencecenter.protocol.values import ChatMessage, MessageInParts, Mode, OnFull
     from inferencecenter.server.context import ServerContext
     from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.manager import SessionManager
@@ -140,7 +140,7 @@ def append_history(
     """Append the messages up to the last answer to a session; the rest is the question."""
     n_answered = max((n for n, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
     for start in range(0, n_answered, _MOST_AT_ONCE):
-        some = list(messages[start : min(start + _MOST_AT_ONCE, n_answered)])
+        some: list[ChatMessage | MessageInParts] = list(messages[start : min(start + _MOST_AT_ONCE, n_answered)])
         sessions.append(client, Append(op="append", session_id=session_id, messages=some), _NULL_SINK)
     return SessionMatch(session_id, messages[n_answered:])
 

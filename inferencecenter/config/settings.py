@@ -240,6 +240,13 @@ class SessionSettings(Section):
         "included, each of which counts 4 Ki more; beyond it, further stored sessions are refused with "
         "`quota_exceeded`, and none is deleted.",
     )
+    images_mib: int = Field(
+        1024,
+        ge=1,
+        le=2**20,
+        description="MiB of image files that one client may have in sessions that are stored, and as many in others; "
+        "beyond it, further images are refused with `quota_exceeded`.",
+    )
     max_messages: int = Field(
         10_000,
         ge=1,

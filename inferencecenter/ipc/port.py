@@ -206,6 +206,13 @@ class ModelsPort(Protocol):
             InferenceCenterError: ``model_not_found``.
         """
 
+    def sees(self, name: str) -> bool:
+        """Return whether a model takes images, whether it is loaded or not.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+
     def params_of(self, name: str) -> Mapping[str, Any]:
         """Return a model's configured parameters, which override its file's and are overridden by requests.
 

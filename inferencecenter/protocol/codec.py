@@ -128,7 +128,7 @@ class Frame:
         try:
             return kind.model_validate({**dict(islice(self.body.items(), _MANY_FIELDS)), "op": self.op})
         except ValidationError as error:
-            raise invalid_request(error, known=kind.model_fields) from None
+            raise invalid_request(error, known=kind.model_fields, given=self.body) from None
 
 
 def read_frame(text: str) -> Frame:

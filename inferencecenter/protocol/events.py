@@ -22,6 +22,7 @@ from inferencecenter.protocol.values import (
     FinishReason,
     GpuReadings,
     HistorySeries,
+    ImageType,
     InferenceReadings,
     LogRecord,
     McpCallStatus,
@@ -332,6 +333,17 @@ class Session(Event):
         default=None,
         description="Tool calls that the daemon runs or whose outcome is unknown; absent if there is none.",
     )
+
+
+class ImageFetched(Event):
+    """The file of an image."""
+
+    op: Literal["image"] = "image"
+    digest: str = Field(description="SHA-256 of the file, in hex.")
+    width: int = Field(description="Width in pixels, as the model sees it.")
+    height: int = Field(description="Height in pixels, as the model sees it.")
+    media_type: ImageType = Field(description="Format of the file.")
+    data: str = Field(description="The file in Base64.")
 
 
 class Sessions(Event):

@@ -12,10 +12,11 @@ from inferencecenter.protocol.values import (
     MAX_TOOLS,
     AccessLimitChanges,
     CallId,
-    ChatMessage,
+    ImageDigest,
     Infill,
     McpServerLabel,
     McpToolLabel,
+    MessageInput,
     Metadata,
     Mode,
     NamedTool,
@@ -133,7 +134,7 @@ class Infer(Request):
     op: Literal["infer"]
     session_id: Annotated[SessionId, FIRST_PROTOCOL] = Field(description="The session.")
     prompt: Annotated[str | None, FIRST_PROTOCOL] = Field(default=None, min_length=1, description="The user's message.")
-    messages: list[ChatMessage] | None = Field(
+    messages: list[MessageInput] | None = Field(
         default=None,
         min_length=1,
         max_length=1000,
@@ -305,7 +306,7 @@ class Append(Request):
 
     op: Literal["append"]
     session_id: SessionId = Field(description="The session.")
-    messages: list[ChatMessage] = Field(
+    messages: list[MessageInput] = Field(
         min_length=1, max_length=1000, fail_fast=True, description="Messages to add, in order."
     )
 
@@ -367,6 +368,13 @@ class GetSession(Request):
 
     op: Literal["get_session"]
     session_id: SessionId = Field(description="The session.")
+
+
+class GetImage(Request):
+    """Read the file of an image of the client's own messages; the reply is `image`."""
+
+    op: Literal["get_image"]
+    digest: ImageDigest = Field(description="Its digest, as in `images` of a message.")
 
 
 class ListSessions(Request):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from inferencecenter.protocol.base import FIRST_PROTOCOL
 
@@ -113,11 +113,74 @@ class ToolCall(Value):
     arguments: str = Field(description="Its arguments, as JSON text.")
 
 
+IMAGE_MARK: Final = "\ufffc"
+"""The character that stands for an image in the content of a message that has images."""
+MAX_IMAGES: Final = 64
+"""Maximum number of images of a message."""
+ImageDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+ImageType = Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+
+
+class MessageImage(Value):
+    """An image of a message."""
+
+    digest: ImageDigest = Field(description="SHA-256 of its file, in hex.")
+    width: int = Field(ge=1, description="Width in pixels, as the model sees it.")
+    height: int = Field(ge=1, description="Height in pixels, as the model sees it.")
+    media_type: ImageType = Field(description="Format of its file.")
+
+
+class MessageTextPart(Value):
+    """Text of a message with parts."""
+
+    type: Literal["text"]
+    text: str = Field(description="The text.")
+
+
+class MessageImagePart(Value):
+    """An image of a message with parts: its file, or the digest of one that the client sent before."""
+
+    type: Literal["image"]
+    data: str | None = Field(default=None, description="A PNG, JPEG, WebP or GIF file in Base64.")
+    digest: ImageDigest | None = Field(default=None, description="SHA-256 of a file sent before, in hex.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.data is None) == (self.digest is None):
+            raise ValueError("an image has either data or a digest")
+        return self
+
+
+ContentPart = Annotated[MessageTextPart | MessageImagePart, Field(discriminator="type")]
+MAX_PARTS: Final = 256
+"""Maximum number of parts of a message."""
+
+
+class MessageInParts(Value):
+    """A message whose content has several parts, such as texts and images; it is stored as a message with images."""
+
+    role: Literal["user", "tool"] = Field(description="Author of the message.")
+    content: Annotated[tuple[ContentPart, ...], Field(min_length=1, max_length=MAX_PARTS, strict=False)] = Field(
+        description="Its parts, in order."
+    )
+    tool_call_id: CallId | None = Field(default=None, description="The call whose result a tool message carries.")
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> Self:
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id belongs to messages of role tool")
+        if sum(isinstance(part, MessageImagePart) for part in self.content) > MAX_IMAGES:
+            raise ValueError(f"a message has at most {MAX_IMAGES} images")
+        return self
+
+
 class ChatMessage(Value):
     """One message of a conversation."""
 
     role: Role = Field(description="Author of the message.")
-    content: str = Field(description="Plain text; may be empty.")
+    content: str = Field(
+        description="Plain text; may be empty. In a message with `images`, each character U+FFFC stands for one."
+    )
     reasoning: str | None = Field(
         default=None,
         description="The assistant's reasoning; the model's template decides whether it is part of later prompts.",
@@ -126,14 +189,34 @@ class ChatMessage(Value):
         Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=MAX_CALLS, strict=False, fail_fast=True)] | None
     ) = Field(default=None, description="Tool calls by the assistant.")
     tool_call_id: CallId | None = Field(default=None, description="The call whose result a tool message carries.")
+    images: (
+        Annotated[tuple[MessageImage, ...], Field(min_length=1, max_length=MAX_IMAGES, strict=False, fail_fast=True)]
+        | None
+    ) = Field(default=None, description="Images of the user or of a tool, in order.")
 
     @model_validator(mode="after")
     def _fits_role(self) -> Self:
+        if self.images is not None:
+            if self.role not in ("user", "tool"):
+                raise ValueError("images belong to messages of role user or tool")
+            if self.content.count(IMAGE_MARK) != len(self.images):
+                raise ValueError("content must have one character U+FFFC for each of images")
         if self.role != "assistant" and (self.tool_calls is not None or self.reasoning is not None):
             raise ValueError("tool_calls and reasoning belong to messages of role assistant")
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("tool_call_id belongs to messages of role tool")
         return self
+
+
+def _form_of(message: Any) -> str:
+    content = message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
+    return "parts" if isinstance(content, (list, tuple)) else "text"
+
+
+MessageInput = Annotated[
+    Annotated[ChatMessage, Tag("text")] | Annotated[MessageInParts, Tag("parts")], Discriminator(_form_of)
+]
+"""A message as a client sends it."""
 
 
 class InfillFile(Value):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import SessionSettings, Settings
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
+    from inferencecenter.sessions.images.library import ImageLibrary
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.model_router import ModelRouter
     from inferencecenter.sessions.observability import ActiveTurnCount, TextQuota, Tracer, TurnMetrics
@@ -228,6 +229,7 @@ class SessionServices:
     stateless_ttl_s: float
     max_transcript_chars: int
     schemas: SchemaCache
+    images: ImageLibrary
 
     def history_limits(self, *, note_chars: int = 0) -> HistoryLimits:
         """Return the limits of a session's history; notes of ``note_chars`` characters are subtracted."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
-from inferencecenter.protocol.values import TranscriptTurn, Usage
+from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from inferencecenter.protocol.events import End, Error
-    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.protocol.values import MessageInParts
 
 
 TOKEN_BYTES: Final = 4
@@ -67,7 +67,7 @@ class TurnCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class HistorySize:
-    """The size of messages: characters, and ``entries``, which are messages and tool calls."""
+    """The size of messages: characters, and ``entries``, which are messages, tool calls and images."""
 
     n_chars: int = 0
     n_entries: int = 0
@@ -77,7 +77,7 @@ class HistorySize:
         n_chars = n_entries = 0
         for message in messages:
             n_chars += chars_of(message)
-            n_entries += 1 + len(message.tool_calls or ())
+            n_entries += 1 + len(message.tool_calls or ()) + len(message.images or ())
         return cls(n_chars, n_entries)
 
     def __add__(self, other: HistorySize) -> HistorySize:
@@ -100,7 +100,7 @@ class HistoryLimits:
         if size.n_chars > self.max_chars:
             raise _too_long(f"{size.n_chars} characters; {self.max_chars} are allowed")
         if size.n_entries > self.max_entries:
-            raise _too_long(f"{size.n_entries} messages and tool calls; {self.max_entries} are allowed")
+            raise _too_long(f"{size.n_entries} messages, tool calls and images; {self.max_entries} are allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,13 @@ class History:
             field="turn",
             hint=f"get_session lists the turns; {START} means before the first one.",
         )
+
+
+def plain_messages(messages: Iterable[ChatMessage | MessageInParts]) -> tuple[ChatMessage, ...]:
+    """Return messages as they are stored; those in parts were replaced when their images were (``ImageLibrary``)."""
+    plain = tuple(message for message in messages if isinstance(message, ChatMessage))
+    assert all(isinstance(message, ChatMessage) for message in messages), "images are stored before a turn begins"
+    return plain
 
 
 def chars_of(message: ChatMessage) -> int:

@@ -39,6 +39,7 @@ from inferencecenter.sessions.context import (
 )
 from inferencecenter.sessions.event_log import SessionNotifier
 from inferencecenter.sessions.history import History, TurnLog
+from inferencecenter.sessions.images.library import ImageLibrary, ImageOwner
 from inferencecenter.sessions.journal import EpochChanged, NullJournal, ResumeLimiter, SessionDeleted, check_writable
 from inferencecenter.sessions.mcp_calls import pending_calls
 from inferencecenter.sessions.model_router import ModelRouter
@@ -107,6 +108,7 @@ class SessionManager:
         archive: Where archived sessions and shares are read; ``None`` if there are none.
         observer: Notified of each turn that ended.
         tracer: Traces turns; ``None`` for no traces.
+        images: The images of messages; ``None`` holds them in memory.
         admit: Raises while no new turn may start; running turns continue.
         quota_of: Returns the rate limits and quotas by client and token.
         clock: Unix seconds.
@@ -129,6 +131,7 @@ class SessionManager:
         archive: SessionReader | None = None,
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
+        images: ImageLibrary | None = None,
         admit: Callable[[], None] = lambda: None,
         quota_of: Callable[[str, str], Quota] = unlimited_quota,
         clock: Callable[[], float] = time.time,
@@ -152,6 +155,7 @@ class SessionManager:
             expire=self._expire,
             archives=archive is not None,
         )
+        self.images = images or ImageLibrary(None, max_bytes=settings.images_mib * 1024 * 1024, clock=clock)
         self._services = SessionServices(
             models=ModelRouter(engines, config_params=config_params, renderers=renderers),
             journal=self._journal,
@@ -173,6 +177,7 @@ class SessionManager:
             stateless_ttl_s=stateless_ttl_s,
             max_transcript_chars=max_transcript_chars,
             schemas=SchemaCache(),
+            images=self.images,
         )
         self._accounts: frozenset[str] = frozenset()
         self.archive = SessionArchive(
@@ -476,6 +481,15 @@ class SessionManager:
             )
         session.infer(request, client, sink, note=note)
         self._table.touch(session)
+
+    def image_owner(self, client: Principal, session_id: str) -> ImageOwner:
+        """Return the owner of images for a session.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``.
+        """
+        config = self._table.get_owned(client, session_id).config
+        return ImageOwner(client.client_id, session_id, stored=config.store)
 
     def default_params(self, model: str | None) -> Params:
         """Return the default parameters of a model's sessions.

@@ -193,6 +193,10 @@ class ModelRouter:
         chosen = {parameter: getattr(config.params, parameter) for parameter in config.chosen}
         return self.base_params(self.resolve(name)).model_copy(update=chosen)
 
+    def seeing(self) -> tuple[str, ...]:
+        """Return the names of the models that take images."""
+        return tuple(name for name in self._port.names if self._port.sees(name))
+
     def release(self, session_id: str) -> None:
         self._port.release(session_id)
 

@@ -97,6 +97,7 @@ def same_message(held: ChatMessage, sent: ChatMessage, arguments: ArgumentCompar
     return (
         held.role == sent.role
         and held.content == sent.content
+        and held.images == sent.images
         and (held.tool_call_id == sent.tool_call_id or is_unnamed(sent.tool_call_id))
         and (held.tool_calls is sent.tool_calls or _same_calls(held.tool_calls or (), sent.tool_calls or (), arguments))
     )

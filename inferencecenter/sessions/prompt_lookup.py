@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.sessions.context import check_model
 from inferencecenter.sessions.history import History, HistoryView
-from inferencecenter.sessions.prompt.plan import PromptPlan, check_fits, prompt_of
+from inferencecenter.sessions.prompt.plan import PromptPlan, check_fits, check_sees, prompt_of
 from inferencecenter.sessions.prompt.renderer import RenderInput
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def render_query(client: Principal, query: PromptQuery, services: SessionService
     loaded = serving.loaded(client.client_id)
     plan = PromptPlan(query.messages, HistoryView())
     conversation = RenderInput(query.messages, services.local_time(), tools=tuple(query.tools), thinking=query.thinking)
+    check_sees(conversation, loaded.info, seeing=services.models.seeing)
     check_fits(conversation, loaded.info)
     renderer = loaded.renderer("chat")
     found: asyncio.Future[PromptText] = asyncio.get_running_loop().create_future()

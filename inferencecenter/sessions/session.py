@@ -21,7 +21,7 @@ from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage, SessionSummary
 from inferencecenter.sessions.context import check_model
 from inferencecenter.sessions.event_log import EventLog
-from inferencecenter.sessions.history import HistorySize, HistoryView, TurnFailure, TurnLog
+from inferencecenter.sessions.history import HistorySize, HistoryView, TurnFailure, TurnLog, plain_messages
 from inferencecenter.sessions.journal import (
     ConfigChanged,
     HistoryChanged,
@@ -453,7 +453,7 @@ class LiveSession:
         """
         self._check_idle("Append")
         check_writable(self.journal)
-        history = self._history.appended(tuple(request.messages), limits=self._services.history_limits())
+        history = self._history.appended(plain_messages(request.messages), limits=self._services.history_limits())
         self._check_text_quota(history.size.n_chars - self._history.size.n_chars)
         self._history = history
         self._update_counted_chars()
@@ -489,6 +489,7 @@ class LiveSession:
         forked = LiveSession(
             config, services=self._services, history=history, turn_log=self._turn_log.until(turn), sink=sink
         )
+        self._services.images.share(config.session_id, by=self.config.session_id)
         self._touch()
         return forked
 
@@ -722,6 +723,7 @@ class LiveSession:
         self._change(change)
         self._set_counted_chars(0)
         self._services.models.release(self.config.session_id)
+        self._services.images.release(self.config.session_id)
 
     def _change(self, change: SessionChange) -> None:
         before, self._state = self._state, SESSION.next(self._state, change)

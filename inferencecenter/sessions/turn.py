@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.images import ImageRef
 from inferencecenter.ipc.messages import Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.protocol.values import TurnStats
@@ -28,7 +29,7 @@ from inferencecenter.sessions.prompt.plan import GeneratedAnswer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta
@@ -420,6 +421,7 @@ class Turn:
             traced=self.trace.wanted,
             grammar=self.output_spec.grammar,
             markers=self.output_spec.markers,
+            images=_images_of(prompt.messages),
         )
 
     def finished_outcome(self, end: Finished, *, now: float) -> TurnOutcome:
@@ -490,6 +492,11 @@ class Turn:
             queue_ms=_ms(self._queue_s + waiting_s),
             preempted=preempted,
         )
+
+
+def _images_of(messages: Iterable[ChatMessage]) -> tuple[ImageRef, ...]:
+    images = {image.digest: image for message in messages for image in message.images or ()}
+    return tuple(ImageRef(image.digest, image.width, image.height) for image in images.values())
 
 
 def _ms(seconds: float) -> float:

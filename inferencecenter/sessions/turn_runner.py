@@ -39,6 +39,7 @@ from inferencecenter.sessions.observability import end_trace, trace_turn
 from inferencecenter.sessions.prompt.plan import (
     after_turn,
     check_fits,
+    check_sees,
     plan_context_shift,
     plan_prompt,
     prompt_of,
@@ -310,6 +311,7 @@ class TurnRunner:
             spec = replace(spec, model=name)
         history = self._history.for_model(loaded.fingerprint)
         plan, conversation = plan_prompt(history, turn.messages, spec)
+        check_sees(conversation, loaded.info, seeing=self._services.models.seeing)
         check_fits(conversation, loaded.info, kept=plan.view.kept, may_shift=config.on_full == "shift")
         renderer = loaded.renderer(config.mode)
         rendering = _Rendering(turn.spec, loaded.fingerprint, spec, history, plan, renderer.implied_bos)

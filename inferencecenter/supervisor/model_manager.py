@@ -180,6 +180,11 @@ class ModelManager:
         """Return a model's kind; see ``ModelsPort``."""
         return self.spec_of(name).kind
 
+    def sees(self, name: str) -> bool:
+        """Return whether a model takes images; see ``ModelsPort``."""
+        model = self.engine(name).model
+        return model is not None and model.sees
+
     def params_of(self, name: str) -> Mapping[str, Any]:
         """Return the parameters that a model's entry sets; none for a model that was removed."""
         spec = self._registry.models.get(name)

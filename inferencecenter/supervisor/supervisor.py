@@ -16,6 +16,8 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.messages import (
     Detokenized,
+    ImageData,
+    ImageNeeded,
     LoadFailed,
     Loading,
     LogLine,
@@ -96,6 +98,7 @@ class Supervisor:
         admit: Waits until an engine that sleeps may be started again or is no longer ``wanted``, and returns whether it
             may; raises why a model that was never loaded cannot be.
         on_step: Called with each step of the engine before its events reach the turns.
+        pixels: Returns the pixels of an image by its digest, ``None`` if its file is gone.
         crash_limit: Counts deaths of engines by client, and decides whose turns are refused; ``None`` refuses none.
         suspicion_file: Stores the suspected turns for the next daemon; ``None`` stores nothing.
         lock_path: The lock by which the engine of a dead daemon is detected; ``None`` for no lock.
@@ -112,6 +115,7 @@ class Supervisor:
         ends_with_it: Callable[[], bool] = lambda: False,
         admit: Callable[[], Awaitable[bool]] | None = None,
         on_step: Callable[[StepOutput], None] | None = None,
+        pixels: Callable[[str], Awaitable[bytes | None]] | None = None,
         crash_limit: CrashLimit | None = None,
         suspicion_file: PoisonTurnStore | None = None,
         lock_path: Path | None = None,
@@ -128,6 +132,7 @@ class Supervisor:
         self._plan_again = plan_again
         self._ends_with_it = ends_with_it
         self._on_step = on_step
+        self._pixels = pixels
         self._lock_path = lock_path
         self._suspicion_file = suspicion_file
         self._monotonic = monotonic
@@ -634,8 +639,15 @@ class Supervisor:
                 self._load_failed(message)
             case Tokenized() | TokensCounted() | Detokenized() | LookupFailed():
                 self._tokenizer.on_answer(message)
+            case ImageNeeded(digest=digest) if self._process is not None:
+                self._tasks.spawn(self._send_pixels(self._process, digest), name="pixels")
             case Suspended() if self._process is not None:
                 self._process.suspended(message)
+
+    async def _send_pixels(self, process: EngineProcess, digest: str) -> None:
+        """Answer an engine that needs an image; the turns that wait for one that is gone fail."""
+        pixels = None if self._pixels is None else await self._pixels(digest)
+        process.send(ImageData(digest, pixels))
 
     def _step(self, message: StepOutput) -> None:
         self._gauges = message

@@ -14,7 +14,7 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import Event, FirstProtocol
 from inferencecenter.protocol.codec import REQUESTS, FrameError, encode, read_frame
 from inferencecenter.protocol.events import AnyEvent
-from inferencecenter.protocol.values import ChatMessage, Preset, TokenLogprobs
+from inferencecenter.protocol.values import ChatMessage, MessageImage, Preset, TokenLogprobs
 
 EVENTS: tuple[type[Event], ...] = get_args(AnyEvent)
 
@@ -180,6 +180,7 @@ def test_unknown_fields_are_refused(op: str) -> None:
         "save_preset": {"preset": {"preset_type": "prompt", "name": "n", "text": "t"}},
         "delete_preset": {"preset_type": "prompt", "name": "n"},
         "call_mcp_tool": {"session_id": "s", "call_id": "c", "server": "m"},
+        "get_image": {"digest": "0" * 64},
         "rerank": {"query": "q", "documents": ["t"]},
         "search_sessions": {"query": "q"},
         "revoke_share": {"share_id": "h_0123456789abcdef"},
@@ -279,7 +280,8 @@ def test_errors_contain_no_secret(field: str) -> None:
 # Events.
 
 
-_OF_ONE_ROLE: Final[dict[str, Any]] = {"role": "assistant", "tool_call_id": None}
+_OF_ONE_ROLE: Final[dict[str, Any]] = {"role": "assistant", "tool_call_id": None, "images": None}
+_AN_IMAGE: Final[dict[str, Any]] = {"digest": "0" * 64}
 _OF_ONE_TYPE: Final[dict[str, Any]] = {"text": None, "regex": None, "grammar": None}
 
 
@@ -297,7 +299,7 @@ def sample(annotation: Any) -> Any:  # a value of any type that events are made 
         return sample(next(each for each in arguments if each is not type(None)))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         values = {name: sample(field.annotation) for name, field in annotation.model_fields.items()}
-        special = {ChatMessage: _OF_ONE_ROLE, Preset: _OF_ONE_TYPE}.get(annotation, {})
+        special = {ChatMessage: _OF_ONE_ROLE, Preset: _OF_ONE_TYPE, MessageImage: _AN_IMAGE}.get(annotation, {})
         return annotation(**values | special)
     return {str: "text", int: 3, float: 0.5, bool: True}[annotation]
 

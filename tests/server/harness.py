@@ -135,6 +135,11 @@ class StubEngine(CharacterTokens):
         _refuse_missing(name)
         return ModelSpec(name=name, path=Path(), engine=EngineSettings(), kind=self.kind)
 
+    def sees(self, name: str) -> bool:
+        """Return whether the loaded model takes images."""
+        model = self.engine(name).model
+        return model is not None and model.sees
+
     def kind_of(self, name: str) -> str:
         """Return the kind that a test set."""
         return self.spec_of(name).kind

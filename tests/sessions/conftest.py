@@ -29,7 +29,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import not_registered
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
-from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.protocol.values import ChatMessage, MessageInParts
 from inferencecenter.sessions.context import Principal, UnlimitedQuota
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.renderer import InlineRenderer
@@ -283,6 +283,11 @@ class FakeEngines:
         if name in self.unloadable:
             raise self.unloadable[name]
 
+    def sees(self, name: str) -> bool:
+        """Return whether the loaded model takes images."""
+        model = self.engine(name).model
+        return model is not None and model.sees
+
     def kind_of(self, name: str) -> str:
         """Return that a model generates text, unless a test says otherwise."""
         self.engine(name)
@@ -500,7 +505,9 @@ class SessionHarness:
 
     def append(self, session_id: str, *messages: tuple[Any, str]) -> None:
         """Append messages, given as role and content."""
-        said = [ChatMessage(role=role, content=content) for role, content in messages]
+        said: list[ChatMessage | MessageInParts] = [
+            ChatMessage(role=role, content=content) for role, content in messages
+        ]
         request = requests.Append(op="append", session_id=session_id, messages=said)
         self.sessions.append(self.client, request, self.sink)
 

@@ -139,8 +139,11 @@ def test_appending_measures_only_new_messages() -> None:
     ("new", "says"),
     [
         ([message("x" * 1001)], "1001 characters; 1000"),
-        ([message()] * 101, "101 messages and tool calls; 100"),
-        ([message(role="assistant", tool_calls=[call(str(n)) for n in range(100)])], "101 messages and tool calls"),
+        ([message()] * 101, "101 messages, tool calls and images; 100"),
+        (
+            [message(role="assistant", tool_calls=[call(str(n)) for n in range(100)])],
+            "101 messages, tool calls and images",
+        ),
     ],
 )
 def test_history_limits_characters_messages_and_tool_calls(new: list[ChatMessage], says: str) -> None:
@@ -155,10 +158,10 @@ def test_session_has_a_message_limit(world: SessionHarness) -> None:
     world.reopen(max_messages=3)
     session_id = world.create(system="s")
     world.append(session_id, ("user", ""), ("user", ""))
-    with pytest.raises(InferenceCenterError, match="4 messages and tool calls; 3 are allowed") as caught:
+    with pytest.raises(InferenceCenterError, match="4 messages, tool calls and images; 3 are allowed") as caught:
         world.append(session_id, ("user", ""))
     assert caught.value.code is ErrorCode.CONTEXT_FULL
-    with pytest.raises(InferenceCenterError, match="4 messages and tool calls; 3 are allowed"):
+    with pytest.raises(InferenceCenterError, match="4 messages, tool calls and images; 3 are allowed"):
         world.infer(session_id)
     assert len(world.transcript(session_id)) == 3
 

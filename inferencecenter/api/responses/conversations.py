@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from inferencecenter.api.endpoint import Call, Reply
-    from inferencecenter.protocol.values import ChatMessage, OnFull
+    from inferencecenter.protocol.values import ChatMessage, MessageInParts, OnFull
     from inferencecenter.server.context import ServerContext
     from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.manager import SessionManager
@@ -197,7 +197,7 @@ def _open(
 
 def _append(sessions: SessionManager, client: Principal, session_id: str, messages: tuple[ChatMessage, ...]) -> None:
     for start in range(0, len(messages), _MOST_AT_ONCE):
-        some = list(messages[start : start + _MOST_AT_ONCE])
+        some: list[ChatMessage | MessageInParts] = list(messages[start : start + _MOST_AT_ONCE])
         sessions.append(client, Append(op="append", session_id=session_id, messages=some), _NULL_SINK)
 
 

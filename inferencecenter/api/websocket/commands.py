@@ -6,6 +6,7 @@ a handler uses ``Connection.defer`` or ``answer_later``.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -164,6 +165,18 @@ def _set_model(connection: Connection, request: requests.SetModel) -> Event:
 
 def _get_session(connection: Connection, request: requests.GetSession) -> Event:
     return connection.context.sessions.get(connection.client, request)
+
+
+def _get_image(connection: Connection, request: requests.GetImage) -> None:
+    context = connection.context
+
+    async def fetch() -> events.ImageFetched:
+        image, file = await context.sessions.images.read(connection.client_id, request.digest)
+        context.operations.charge(connection.client_id, n_units=0, n_chars=len(file))
+        data = await context.worker.run(connection.client_id, lambda: b64encode(file).decode())
+        return events.ImageFetched(**dict(image), data=data)
+
+    connection.answer_later(request, fetch)
 
 
 def _list_sessions(connection: Connection, request: requests.ListSessions) -> None:
@@ -403,6 +416,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "set_metadata": Command(_set_metadata),
         "set_model": Command(_set_model),
         "get_session": Command(_get_session, in_bulk=True, by_size=True),
+        "get_image": Command(_get_image, in_bulk=True),
         "list_sessions": Command(_list_sessions, in_bulk=True),
         "search_sessions": Command(_search_sessions, in_bulk=True, n_units=10),
         "create_share": Command(_create_share, by_size=True),

@@ -14,7 +14,7 @@ from inferencecenter.api.request_context import admit
 from inferencecenter.api.websocket.commands import COMMANDS
 from inferencecenter.auth.rate_limits import RefusalBackoffs
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol import events
+from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.codec import FrameError, read_frame
 from inferencecenter.protocol.values import ClientLimits, LogRecord
@@ -24,6 +24,7 @@ from inferencecenter.server.handshake import chooses_v1, refusal_body, refusal_h
 from inferencecenter.server.outbox import Outbox
 from inferencecenter.server.states import ConnectionState
 from inferencecenter.server.websocket import SCOPE_KEY
+from inferencecenter.sessions.images.library import has_images
 from inferencecenter.telemetry.logs import RECENT
 
 if TYPE_CHECKING:
@@ -228,6 +229,7 @@ class Connection(SocketConnection[Outbox]):
             self._admit(command, request)
             if (session_id := getattr(request, "session_id", None)) is not None:
                 await self.context.load_session(self.client, session_id, closing=frame.op == "close_session")
+            request = await self._with_images(request)
             if self.closed:  # while it was read, or waited
                 return
             journal = self.context.sessions.journal_for(request, self.client_id)
@@ -251,6 +253,19 @@ class Connection(SocketConnection[Outbox]):
         reply = answer if request.id is None else answer.model_copy(update={"id": request.id})
         in_bulk = COMMANDS[request.op].in_bulk
         journal.release(lambda: self.replay((reply,)) if in_bulk else self.send(reply))
+
+    async def _with_images(self, request: Request) -> Request:
+        """Return a request whose images are stored and named by digest; it has waited for their decoding.
+
+        Raises:
+            InferenceCenterError: See ``ImageLibrary.resolve``; ``session_not_found``.
+        """
+        if not isinstance(request, requests.Infer | requests.Append) or not has_images(request.messages or ()):
+            return request
+        sessions = self.context.sessions
+        owner = sessions.image_owner(self.client, request.session_id)
+        messages = await sessions.images.resolve(owner, request.messages or ())
+        return request.model_copy(update={"messages": messages})
 
     async def _read(self, text: str) -> Frame:
         """Parse a frame, a large one in a thread.

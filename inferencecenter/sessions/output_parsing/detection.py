@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final, Protocol
 
-from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+from inferencecenter.protocol.values import IMAGE_MARK, ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
 from inferencecenter.sessions.output_parsing.json_calls import JsonCalls, NamedCalls
 from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
@@ -182,13 +182,13 @@ def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, supports_
     tools go into the system prompt if the template ``supports_system`` prompts, else into the first user message.
     """
     written: list[ChatMessage] = []
-    joined: list[str] = []  # texts of the message being merged
+    joined: list[ChatMessage] = []  # what is being merged
     for message in messages:
         plain = _as_plain(message)
         if joined and plain.role != "user":
             written.append(_of_user(joined))
         if message.role == "tool" or (joined and plain.role == "user"):
-            joined.append(plain.content)
+            joined.append(plain)
             if message.role != "tool":
                 written.append(_of_user(joined))
         else:
@@ -198,16 +198,24 @@ def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, supports_
     return _with_tools(written, tools, supports_system=supports_system) if tools else written
 
 
-def _of_user(texts: list[str]) -> ChatMessage:
-    """Return the texts as one user message and clear the list."""
-    message = ChatMessage(role="user", content="\n".join(texts))
-    texts.clear()
-    return message
+def _of_user(joined: list[ChatMessage]) -> ChatMessage:
+    """Return messages as one of the user and clear the list."""
+    images = tuple(image for message in joined for image in message.images or ())
+    texts = (message.content if message.images else _without_marks(message.content) for message in joined)
+    content = "\n".join(texts)
+    joined.clear()
+    return ChatMessage.model_construct(role="user", content=content, images=images or None)
+
+
+def _without_marks(text: str) -> str:
+    """Return a text that stands beside images, without the character that would be taken for one."""
+    return text.replace(IMAGE_MARK, "\ufffd")
 
 
 def _as_plain(message: ChatMessage) -> ChatMessage:
     if message.role == "tool":
-        return ChatMessage(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>")
+        content = f"<tool_response>\n{message.content}\n</tool_response>"
+        return ChatMessage(role="user", content=content, images=message.images)
     if message.tool_calls is not None:
         texts = [message.content] if message.content else []
         texts += map(_call_text, message.tool_calls)
@@ -230,7 +238,9 @@ def _with_tools(messages: list[ChatMessage], tools: Sequence[Tool], *, supports_
     place = next((index for index, message in enumerate(messages) if message.role == "user"), None)
     if place is None:
         return [ChatMessage(role="user", content=offer), *messages]
-    first_user = ChatMessage(role="user", content=f"{offer}\n\n{messages[place].content}")
+    question = messages[place]
+    content = f"{_without_marks(offer)}\n\n{question.content}"
+    first_user = ChatMessage(role="user", content=content, images=question.images)
     return [*messages[:place], first_user, *messages[place + 1 :]]
 
 

@@ -1,7 +1,8 @@
 """Messages and tools in the form that chat templates expect.
 
 Every text of users and models goes through ``mark``, so that none of it becomes a special token. That includes names,
-keys and values inside arguments and schemas, which templates write as JSON.
+keys and values inside arguments and schemas, which templates write as JSON. Images are written as marks too, which
+``RenderedText.of_marked`` finds again.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import IMAGE_MARK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+    from inferencecenter.protocol.values import ChatMessage, MessageImage, Tool, ToolCall
 
 _MAX_DEPTH: Final = 100
 _SHORT_ID_CHARS: Final = 9
@@ -51,13 +53,19 @@ def schema_of(tool: Tool) -> Values:
 
 
 def message_values(
-    messages: Sequence[ChatMessage], *, mark: Callable[[str], str], text_arguments: bool, short_ids: bool
+    messages: Sequence[ChatMessage],
+    *,
+    mark: Callable[[str], str],
+    mark_image: Callable[[MessageImage], str],
+    text_arguments: bool,
+    short_ids: bool,
 ) -> list[Values]:
     """Return messages with their calls and results for native templates.
 
     Args:
         messages: The conversation.
         mark: Breaks special tokens in a text.
+        mark_image: Returns the mark of an image.
         text_arguments: Whether the template takes arguments as JSON text, exactly as the model wrote them; others
             take an object.
         short_ids: Whether the template requires ids of nine letters and digits, as Mistral's do.
@@ -68,7 +76,10 @@ def message_values(
     names: dict[str, str] = {}
     written = []
     for message in messages:
-        values: Values = {"role": message.role, "content": mark(message.content)}
+        content = mark(message.content)
+        for image in message.images or ():
+            content = content.replace(IMAGE_MARK, mark_image(image), 1)
+        values: Values = {"role": message.role, "content": content}
         if message.reasoning is not None:
             thought = mark(message.reasoning)
             values |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}

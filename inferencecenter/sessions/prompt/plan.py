@@ -14,14 +14,14 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.core.errors import prompt_too_long
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, prompt_too_long
 from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.history import TOKEN_BYTES, History, HistoryView, chars_of
+from inferencecenter.sessions.history import TOKEN_BYTES, History, HistoryView, chars_of, plain_messages
 from inferencecenter.sessions.prompt.renderer import RenderInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from inferencecenter.ipc.messages import Finished, ModelInfo
     from inferencecenter.protocol.requests import Infer
@@ -68,7 +68,7 @@ class GeneratedAnswer:
 def messages_of(request: Infer) -> tuple[ChatMessage, ...]:
     """Return the messages of a turn's request; none if it is to answer the last message of the history."""
     if request.messages is not None:
-        return tuple(request.messages)
+        return plain_messages(request.messages)
     if request.prompt is None:
         return ()
     return (ChatMessage(role="user", content=request.prompt),)
@@ -170,6 +170,28 @@ def check_fits(conversation: RenderInput, model: ModelInfo, *, kept: int = 0, ma
         raise prompt_too_long(f"at least {n_tokens} tokens", n_ctx=model.n_ctx)
 
 
+def check_sees(conversation: RenderInput, model: ModelInfo, *, seeing: Callable[[], Collection[str]]) -> None:
+    """Reject images for a model without a projector; ``seeing`` returns the names of models that have one.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    if not model.sees and any(message.images for message in conversation.messages):
+        raise blind(model.name, seeing())
+
+
+def blind(name: str, seeing: Collection[str]) -> InferenceCenterError:
+    """Return the error for images given to the model ``name``, which takes none."""
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"the model {name} does not take images",
+        field="messages",
+        hint=f"These models do: {', '.join(sorted(seeing))}."
+        if seeing
+        else "None of this daemon's models does; the operator can set mmproj for a model that has a projector file.",
+    )
+
+
 def unrendered_prompt(history: History, new: tuple[ChatMessage, ...], view: HistoryView | None) -> Prompt:
     """Return the prompt of a turn that ends before it is rendered: its messages and nothing to submit."""
     return Prompt(history.messages + new, view or history.view, "", b"", ())
@@ -214,8 +236,9 @@ def after_turn(
 
 _TARGET_FILL: Final = 1 / 2
 _MAX_FILL: Final = 7 / 8
-# Estimated characters that a template adds around a message.
+# Estimated characters that a template adds around a message, and that have as many tokens as an image.
 _AROUND_CHARS: Final = 16
+_IMAGE_CHARS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +299,9 @@ def _message_tokens(messages: Sequence[ChatMessage], known: list[tuple[int, int]
     """Return the estimated tokens of each message, interpolated by characters between known prefix lengths."""
     costs: list[float] = []
     for (start, before), (end, after) in pairwise(known):
-        chars = [chars_of(message) + _AROUND_CHARS for message in messages[start:end]]
+        chars = [
+            chars_of(message) + _AROUND_CHARS + _IMAGE_CHARS * len(message.images or ())
+            for message in messages[start:end]
+        ]
         costs.extend(max(0, after - before) * n_chars / sum(chars) for n_chars in chars)
     return costs

@@ -71,7 +71,7 @@ class RawText:
         """Return the concatenated contents.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for tools and for ``thinking``: neither is supported; for
+            InferenceCenterError: ``invalid_request`` for tools, ``thinking`` and images, which are not supported; for
                 ``infill`` if the model has no tokens for it.
         """
         if conversation.tools:
@@ -83,6 +83,10 @@ class RawText:
                 ErrorCode.INVALID_REQUEST,
                 'sessions with mode "raw" do not support the choice of thinking',
                 field="thinking",
+            )
+        if any(message.images for message in conversation.messages):
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" do not support images', field="messages"
             )
         text = "".join(message.content for message in conversation.messages)
         if conversation.infill is None:

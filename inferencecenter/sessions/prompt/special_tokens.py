@@ -1,30 +1,42 @@
-"""Prevents text of users and models from being tokenized as special tokens.
+"""Prevents text of users and models from being tokenized as special tokens, and finds images in rendered text.
 
 Before rendering, every text that spells a special token is broken by a mark; after rendering, the result is cut at the
 marks. Invariant: no piece contains the whole text of a special token that the template did not write. The marks are
-lone surrogates, which cannot occur in decoded UTF-8, so they never collide with content.
+lone surrogates, which cannot occur in decoded UTF-8, so they never collide with content. An image is rendered as its
+digest between two such marks; the text then has the digest after ``IMAGE_MARK``, so that texts with different images
+differ.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from inferencecenter.ipc.images import ImageRef
 from inferencecenter.ipc.messages import PromptSegment
+from inferencecenter.protocol.values import IMAGE_MARK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from inferencecenter.protocol.values import MessageImage
 
 _CUT: Final = "\udfff"
 _LITERAL: Final = "\udffe"
-_MARK: Final = re.compile(f"[{_CUT}{_LITERAL}]")
+_IMAGE: Final = "\udffd"
+_MARK: Final = re.compile(f"[{_CUT}{_LITERAL}]|{_IMAGE}([0-9a-f]{{64}})/([0-9]+)x([0-9]+){_IMAGE}")
 _END: Final = ""
 _GRAM_CHARS: Final = 3
 
 _Tree: TypeAlias = "dict[str, _Tree]"
+
+
+def mark_image(image: MessageImage) -> str:
+    """Return the text that stands for an image while a template is rendered."""
+    return f"{_IMAGE}{image.digest}/{image.width}x{image.height}{_IMAGE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,8 @@ class RenderedText:
 
     ``cuts`` are ascending offsets between characters that must not be tokenized together. What begins at one of
     ``literals``, up to the next cut, must be tokenized as text. If ``special`` is unset, the whole text is
-    plain. ``tokens`` are the special tokens that ``begins_special`` recognizes.
+    plain. ``tokens`` are the special tokens that ``begins_special`` recognizes. What begins at one of ``images``, up to
+    the next cut, stands for that image.
     """
 
     text: str
@@ -41,21 +54,30 @@ class RenderedText:
     literals: frozenset[int] = frozenset()
     special: bool = True
     tokens: tuple[str, ...] = ()
+    images: Mapping[int, ImageRef] = field(default_factory=dict)
 
     @classmethod
     def of_marked(cls, marked: str, *, tokens: tuple[str, ...] = ()) -> RenderedText:
         """Parse a rendering whose contents were marked by ``SpecialTokenEscaper.mark``."""
         cuts: list[int] = []
         literals: set[int] = set()
-        for n_marks, mark in enumerate(_MARK.finditer(marked)):
-            offset = mark.start() - n_marks
+        images: dict[int, ImageRef] = {}
+        n_marked = 0
+        for mark in _MARK.finditer(marked):
+            offset = mark.start() - n_marked
+            n_marked += len(mark[0])
             if mark[0] == _LITERAL:
                 literals.add(offset)
                 cuts += [offset, offset + 1]
-            else:
+            elif mark[0] == _CUT:
                 cuts.append(offset)
-        text = _MARK.sub("", marked) if cuts else marked
-        return cls(text, tuple(sorted(set(cuts))), frozenset(literals), tokens=tokens)
+            else:
+                images[offset] = ImageRef(mark[1], int(mark[2]), int(mark[3]))
+                n_shown = len(_shown(mark))
+                cuts += [offset, offset + n_shown]
+                n_marked -= n_shown
+        text = _MARK.sub(_shown, marked) if cuts else marked
+        return cls(text, tuple(sorted(set(cuts))), frozenset(literals), tokens=tokens, images=images)
 
     @classmethod
     def of_segments(cls, segments: Iterable[PromptSegment]) -> RenderedText:
@@ -66,12 +88,14 @@ class RenderedText:
         return cls("".join(segment.text for segment in nonempty), tuple(starts), literals)
 
     def pieces(self, start: int = 0, end: int | None = None) -> tuple[PromptSegment, ...]:
-        """Return the text from ``start`` to ``end`` as pieces; joined they are that text."""
+        """Return the text from ``start`` to ``end`` as pieces; joined they are that text, except for images."""
         end = len(self.text) if end is None else end
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, end)]
         bounds = [start, *inside, end]
         return tuple(
-            PromptSegment(self.text[begin:end], self.special and begin not in self.literals)
+            PromptSegment("", image=self.images[begin])
+            if begin in self.images
+            else PromptSegment(self.text[begin:end], self.special and begin not in self.literals)
             for begin, end in pairwise(bounds)
             if begin < end
         )
@@ -80,6 +104,10 @@ class RenderedText:
         """Return whether a special token begins at ``offset``, so that a cut there changes no token."""
         following = next(iter(self.cuts[bisect_right(self.cuts, offset) :]), len(self.text))
         return any(self.text.startswith(token, offset, following) for token in self.tokens)
+
+
+def _shown(mark: re.Match[str]) -> str:
+    return f"{IMAGE_MARK}{mark[1]}" if mark[1] else ""
 
 
 class SpecialTokenEscaper:

@@ -17,7 +17,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.output_parsing.detection import as_text, detect
 from inferencecenter.sessions.output_parsing.template_values import message_values, tool_values
-from inferencecenter.sessions.prompt.special_tokens import RenderedText, SpecialTokenEscaper
+from inferencecenter.sessions.prompt.special_tokens import RenderedText, SpecialTokenEscaper, mark_image
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -269,7 +269,11 @@ class ChatTemplate:
         return {
             **self._constants,
             "messages": message_values(
-                messages, mark=mark, text_arguments=form.text_arguments, short_ids=form.short_ids
+                messages,
+                mark=mark,
+                mark_image=mark_image,
+                text_arguments=form.text_arguments,
+                short_ids=form.short_ids,
             ),
             "tools": offered or None,
         }

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+from inferencecenter.ipc.images import ImageRef
+from inferencecenter.protocol.values import ChatMessage, MessageImage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
 from inferencecenter.sessions.output_parsing.json_calls import JsonCalls, NamedCalls
 from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
@@ -80,6 +81,7 @@ class RenderReply(msgspec.Struct, frozen=True, tag=True):
     cuts: list[int]
     literals: list[int]
     system_end: int
+    images: dict[int, ImageRef]
 
 
 class RenderRefusal(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +102,8 @@ class WorkerReply(msgspec.Struct, frozen=True):
 
 def _model(kind: type[BaseModel], fields: dict[str, Any]) -> BaseModel:
     """Return a message or a tool of a frame; it was validated before."""
+    if fields.get("images") is not None:
+        fields["images"] = tuple(MessageImage.model_construct(**image) for image in fields["images"])
     if fields.get("tool_calls") is not None:
         fields["tool_calls"] = tuple(ToolCall.model_construct(**call) for call in fields["tool_calls"])
     return kind.model_construct(**fields)
@@ -174,9 +178,11 @@ def capabilities_of(reply: TemplateLoaded) -> TemplateCapabilities:
 
 def rendered(prompt: RenderedPrompt) -> RenderReply:
     rendering = prompt.rendering
-    return RenderReply(rendering.text, list(rendering.cuts), sorted(rendering.literals), prompt.system_end)
+    return RenderReply(
+        rendering.text, list(rendering.cuts), sorted(rendering.literals), prompt.system_end, dict(rendering.images)
+    )
 
 
 def prompt_of(reply: RenderReply, capabilities: TemplateCapabilities) -> RenderedPrompt:
-    rendering = RenderedText(reply.text, tuple(reply.cuts), frozenset(reply.literals))
+    rendering = RenderedText(reply.text, tuple(reply.cuts), frozenset(reply.literals), images=reply.images)
     return RenderedPrompt(rendering, reply.system_end, capabilities)

@@ -132,7 +132,7 @@ def message_row(message: ChatMessage) -> Row:
 
 
 def _more(message: ChatMessage) -> str | None:
-    if message.tool_calls is None and message.reasoning is None and message.tool_call_id is None:
+    if all(field is None for field in (message.tool_calls, message.reasoning, message.tool_call_id, message.images)):
         return None
     return message.model_dump_json(exclude={"role", "content"}, exclude_none=True)
 

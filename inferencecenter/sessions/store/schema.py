@@ -238,4 +238,23 @@ MIGRATIONS: Final[Steps] = (
         # Unix seconds; null for turns that ended before there was this column.
         "ALTER TABLE turns ADD COLUMN ended_at REAL",
     ),
+    (
+        # The images of messages, whose files are in images.sqlite3; filled from ``more`` by the trigger.
+        """
+        CREATE TABLE message_images (
+            session INTEGER NOT NULL,
+            n INTEGER NOT NULL,
+            digest TEXT NOT NULL,
+            PRIMARY KEY (session, n, digest),
+            FOREIGN KEY (session, n) REFERENCES messages ON DELETE CASCADE
+        ) STRICT, WITHOUT ROWID
+        """,
+        "CREATE INDEX message_images_by_digest ON message_images (digest)",
+        """
+        CREATE TRIGGER messages_with_images AFTER INSERT ON messages WHEN instr(NEW.more, '"images":') BEGIN
+            INSERT OR IGNORE INTO message_images
+            SELECT NEW.session, NEW.n, value ->> 'digest' FROM json_each(NEW.more, '$.images');
+        END
+        """,
+    ),
 )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import structlog
 
 from inferencecenter.core.sqlite_file import BUSY_TIMEOUT_S, FileIdentity
-from inferencecenter.sessions.history import chars_of
+from inferencecenter.sessions.history import chars_of, plain_messages
 from inferencecenter.sessions.journal import (
     RETRY_LATER_MS,
     HistoryChanged,
@@ -93,7 +93,9 @@ def size_of(entry: Entry) -> int:
         case HistoryChanged(history=history):
             content = _size_from(history, history.turns[-1].n_messages if history.turns else 0)
         case TurnQueued(spec=spec):
-            content = len(spec.request.prompt or "") + sum(map(_message_size, spec.request.messages or ()))
+            content = len(spec.request.prompt or "") + sum(
+                map(_message_size, plain_messages(spec.request.messages or ()))
+            )
         case PresetStored(preset=preset):
             content = len(preset.text or preset.system or "")
         case ShareRecorded(messages=messages):

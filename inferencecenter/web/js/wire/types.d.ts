@@ -101,7 +101,7 @@ export interface AccessLimitChanges {
 export interface ChatMessage {
   /** Author of the message. */
   role: "system" | "user" | "assistant" | "tool";
-  /** Plain text; may be empty. */
+  /** Plain text; may be empty. In a message with `images`, each character U+FFFC stands for one. */
   content: string;
   /** The assistant's reasoning; the model's template decides whether it is part of later prompts. */
   reasoning?: string | null;
@@ -109,6 +109,8 @@ export interface ChatMessage {
   tool_calls?: ToolCall[] | null;
   /** The call whose result a tool message carries. */
   tool_call_id?: string | null;
+  /** Images of the user or of a tool, in order. */
+  images?: MessageImage[] | null;
 }
 
 /** Context of the text to be generated, in addition to the session's text before it. */
@@ -123,6 +125,44 @@ export interface Infill {
 export interface InfillFile {
   /** Its name. */
   filename?: string;
+  /** The text. */
+  text: string;
+}
+
+/** An image of a message. */
+export interface MessageImage {
+  /** SHA-256 of its file, in hex. */
+  digest: string;
+  /** Width in pixels, as the model sees it. */
+  width: number;
+  /** Height in pixels, as the model sees it. */
+  height: number;
+  /** Format of its file. */
+  media_type: "image/png" | "image/jpeg" | "image/webp" | "image/gif";
+}
+
+/** An image of a message with parts: its file, or the digest of one that the client sent before. */
+export interface MessageImagePart {
+  type: "image";
+  /** A PNG, JPEG, WebP or GIF file in Base64. */
+  data?: string | null;
+  /** SHA-256 of a file sent before, in hex. */
+  digest?: string | null;
+}
+
+/** A message whose content has several parts, such as texts and images; it is stored as a message with images. */
+export interface MessageInParts {
+  /** Author of the message. */
+  role: "user" | "tool";
+  /** Its parts, in order. */
+  content: unknown[];
+  /** The call whose result a tool message carries. */
+  tool_call_id?: string | null;
+}
+
+/** Text of a message with parts. */
+export interface MessageTextPart {
+  type: "text";
   /** The text. */
   text: string;
 }
@@ -836,7 +876,7 @@ export interface InferRequest {
   /** The user's message. */
   prompt?: string | null;
   /** New messages, the last from `user` or `tool`. */
-  messages?: ChatMessage[] | null;
+  messages?: unknown[] | null;
   /** Parameters of the turn level. */
   params?: ParamValues | null;
   /** Tools that the model may call, with unique names. */
@@ -952,7 +992,7 @@ export interface AppendRequest {
   /** The session. */
   session_id: string;
   /** Messages to add, in order. */
-  messages: ChatMessage[];
+  messages: unknown[];
 }
 
 /**
@@ -1022,6 +1062,15 @@ export interface GetSessionRequest {
   id?: string | null;
   /** The session. */
   session_id: string;
+}
+
+/** Read the file of an image of the client's own messages; the reply is `image`. */
+export interface GetImageRequest {
+  op: "get_image";
+  /** Echoed in the direct reply and in every error this frame causes. */
+  id?: string | null;
+  /** Its digest, as in `images` of a message. */
+  digest: string;
 }
 
 /** List the client's own sessions, live and archived. */
@@ -1964,6 +2013,23 @@ export interface SessionEvent {
   mcp_calls?: McpCallStatus[];
 }
 
+/** The file of an image. */
+export interface ImageFetchedEvent {
+  op: "image";
+  /** The `id` of the frame this answers. */
+  id?: string;
+  /** SHA-256 of the file, in hex. */
+  digest: string;
+  /** Width in pixels, as the model sees it. */
+  width: number;
+  /** Height in pixels, as the model sees it. */
+  height: number;
+  /** Format of the file. */
+  media_type: "image/png" | "image/jpeg" | "image/webp" | "image/gif";
+  /** The file in Base64. */
+  data: string;
+}
+
 /** A page of the client's own sessions. */
 export interface SessionsEvent {
   op: "sessions";
@@ -2510,6 +2576,7 @@ export interface Requests {
   set_metadata: SetMetadataRequest;
   set_model: SetModelRequest;
   get_session: GetSessionRequest;
+  get_image: GetImageRequest;
   list_sessions: ListSessionsRequest;
   search_sessions: SearchSessionsRequest;
   create_share: CreateShareRequest;
@@ -2580,6 +2647,7 @@ export interface Events {
   metadata_set: MetadataSetEvent;
   model_set: ModelSetEvent;
   session: SessionEvent;
+  image: ImageFetchedEvent;
   sessions: SessionsEvent;
   sessions_found: SessionsFoundEvent;
   metrics: MetricsEvent;

@@ -1,0 +1,1 @@
+"""Images of conversations: decoding, storage and their way to the engine."""

@@ -1,0 +1,317 @@
+"""Images on their way: from clients to the store, and from there to engines.
+
+A message in parts becomes one whose images are named by digest, before anything of its request happens, so that turns,
+records and histories never hold files. A file is untrusted input for libraries in C, so each one is decoded in a new
+process (``decoding_worker``) with limits on CPU time, memory and wall-clock time; a failure costs one file. Files of
+sessions that are not stored are held in memory until their session ends. Engines request pixels when they must compute
+rows of an image, which is decoded again then: only its digest and size are needed otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import orjson
+import structlog
+
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairWorker
+from inferencecenter.protocol.values import (
+    IMAGE_MARK,
+    MAX_IMAGES,
+    ChatMessage,
+    MessageImage,
+    MessageImagePart,
+    MessageInParts,
+)
+from inferencecenter.sessions.images.store import too_many_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from inferencecenter.sessions.images.store import ImageFile
+
+DECODER: Final = "inferencecenter.sessions.images.decoding_worker"
+FORMATS_HINT: Final = "PNG, JPEG, WebP and GIF files are supported; of an animation the first frame is used."
+_WALL_S: Final = 60.0
+_PIXEL_BYTES: Final = 64 * 1024 * 1024
+"""Decoded pixels that are kept for the engine, which requests them soon after an image arrived."""
+_COLLECT_EVERY: Final = 64
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedImage:
+    """An image, and its pixels: red, green and blue bytes, row by row from the top."""
+
+    image: MessageImage
+    pixels: bytes
+
+
+def decode(file: bytes) -> DecodedImage:
+    """Decode a file in a new process. Blocks.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for a file that is no image, is damaged or exceeds a limit.
+    """
+    try:
+        ended = subprocess.run(  # noqa: S603 - a command of our own; the file is its input
+            [sys.executable, "-m", DECODER], input=file, capture_output=True, timeout=_WALL_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _refusal("decoding it takes too long") from None
+    line, _, pixels = ended.stdout.partition(b"\n")
+    if ended.returncode or not line:
+        raise _refusal("decoding it takes too much time or memory")
+    result = orjson.loads(line)
+    if "error" in result:
+        raise _refusal(result["error"])
+    return DecodedImage(MessageImage(digest=hashlib.sha256(file).hexdigest(), **result), pixels)
+
+
+def _refusal(reason: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST, f"an image cannot be used: {reason}", field="messages", hint=FORMATS_HINT
+    )
+
+
+def has_images(messages: Iterable[ChatMessage | MessageInParts]) -> bool:
+    """Return whether messages name or carry images, or have parts."""
+    return any(isinstance(message, MessageInParts) or message.images is not None for message in messages)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOwner:
+    """The session that an image is for; the files of one that is not ``stored`` stay in memory."""
+
+    client_id: str
+    session_id: str
+    stored: bool
+
+
+@dataclass(slots=True)
+class _HeldImages:
+    client_id: str
+    files: dict[str, tuple[MessageImage, bytes]] = field(default_factory=dict)
+
+
+class ImageLibrary:
+    """Images of all clients. Methods are called on the event loop.
+
+    Args:
+        file: Where images are stored; ``None`` if no session is.
+        max_bytes: Bytes of files that a client's images may have together, in the file and in memory each.
+        clock: Unix seconds.
+        decoded: Decodes a file; blocks.
+    """
+
+    def __init__(
+        self,
+        file: ImageFile | None,
+        *,
+        max_bytes: int,
+        clock: Callable[[], float],
+        decoded: Callable[[bytes], DecodedImage] = decode,
+    ) -> None:
+        self._file = file
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._decoded = decoded
+        self._decoder = FairWorker("image-decoder")
+        self._disk = FairWorker("image-store")
+        self._held: dict[str, _HeldImages] = {}
+        self._pixels: OrderedDict[str, bytes] = OrderedDict()
+        self._n_added = 0
+
+    async def resolve(
+        self, owner: ImageOwner, messages: Sequence[ChatMessage | MessageInParts]
+    ) -> list[ChatMessage | MessageInParts]:
+        """Return messages whose images are stored and named by digest.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``, ``quota_exceeded`` or ``storage_unavailable``.
+        """
+        n_images = sum(
+            sum(isinstance(part, MessageImagePart) for part in message.content)
+            if isinstance(message, MessageInParts)
+            else len(message.images or ())
+            for message in messages
+        )
+        if n_images > MAX_IMAGES:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"messages have {n_images} images; {MAX_IMAGES} are allowed in a request",
+                field="messages",
+            )
+        return [await self._resolved(owner, index, message) for index, message in enumerate(messages)]
+
+    async def add(self, owner: ImageOwner, file: bytes) -> MessageImage:
+        """Decode and keep an image file.
+
+        Raises:
+            InferenceCenterError: See ``resolve``.
+        """
+        decoded = await self._decoder.run(owner.client_id, partial(self._decoded, file))
+        image = decoded.image
+        if owner.stored and self._file is not None:
+            now, store = self._clock(), self._file
+            await self._disk.run(
+                owner.client_id,
+                lambda: store.add(owner.client_id, image, file, now=now, max_bytes=self._max_bytes),
+            )
+            self._n_added += 1
+            if self._n_added % _COLLECT_EVERY == 1:
+                await self._disk.run(owner.client_id, partial(store.collect, now=now))
+        else:
+            self._hold(owner, image, file)
+        self._keep_pixels(image.digest, decoded.pixels)
+        return image
+
+    async def read(self, client_id: str, digest: str) -> tuple[MessageImage, bytes]:
+        """Return an image that a client may see, and its file.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` if there is none, ``storage_unavailable``.
+        """
+        for held in self._held.values():
+            if held.client_id == client_id and digest in held.files:
+                return held.files[digest]
+        if (store := self._file) is not None:
+            now = self._clock()
+            image = await self._disk.run(client_id, partial(store.find, client_id, digest, now=now))
+            file = None if image is None else await self._disk.run(client_id, partial(store.read, digest))
+            if image is not None and file is not None:
+                return image, file
+        raise _unknown(digest, "digest")
+
+    async def pixels(self, digest: str) -> bytes | None:
+        """Return the pixels of an image for an engine; ``None`` if its file is gone."""
+        if (pixels := self._pixels.pop(digest, None)) is not None:
+            return pixels
+        try:
+            file = await self._file_of(digest)
+            return None if file is None else (await self._decoder.run("", partial(self._decoded, file))).pixels
+        except InferenceCenterError as error:
+            _log.error("image_unreadable", digest=digest, reason=error.message)
+            return None
+
+    def release(self, session_id: str) -> None:
+        """Free the images of a session that was not stored."""
+        self._held.pop(session_id, None)
+
+    def share(self, session_id: str, *, by: str) -> None:
+        """Keep the images of a session that is not stored for its fork ``session_id`` too."""
+        if (held := self._held.get(by)) is not None:
+            self._held[session_id] = _HeldImages(held.client_id, dict(held.files))
+
+    async def forget_client(self, client_id: str) -> None:
+        """Delete the images of a deleted client.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        if self._file is not None:
+            await self._disk.run(client_id, partial(self._file.forget_client, client_id))
+
+    def close(self) -> None:
+        self._decoder.close()
+        self._disk.close()
+        if self._file is not None:
+            self._file.close()
+
+    async def _resolved(
+        self, owner: ImageOwner, index: int, message: ChatMessage | MessageInParts
+    ) -> ChatMessage | MessageInParts:
+        path = f"messages.{index}"
+        if isinstance(message, ChatMessage):
+            if message.images is None:
+                return message
+            known = [await self._known(owner, image.digest, f"{path}.images") for image in message.images]
+            return message.model_copy(update={"images": tuple(known)})
+        texts, images = [], []
+        for number, part in enumerate(message.content):
+            if not isinstance(part, MessageImagePart):
+                texts.append(part.text.replace(IMAGE_MARK, "\ufffd"))
+                continue
+            texts.append(IMAGE_MARK)
+            where = f"{path}.content.{number}"
+            if part.digest is not None:
+                images.append(await self._known(owner, part.digest, f"{where}.digest"))
+            else:
+                file = await self._decoder.run(owner.client_id, partial(_unpacked, part.data or "", f"{where}.data"))
+                try:
+                    images.append(await self.add(owner, file))
+                except InferenceCenterError as error:
+                    error.field = f"{where}.data"
+                    raise
+        return ChatMessage(
+            role=message.role,
+            content="".join(texts),
+            images=tuple(images) or None,
+            tool_call_id=message.tool_call_id,
+        )
+
+    async def _known(self, owner: ImageOwner, digest: str, path: str) -> MessageImage:
+        held = self._held.get(owner.session_id)
+        if held is not None and digest in held.files:
+            return held.files[digest][0]
+        if (store := self._file) is not None:
+            find = partial(store.find, owner.client_id, digest, now=self._clock())
+            image = await self._disk.run(owner.client_id, find)
+            if image is not None:
+                if not owner.stored:
+                    file = await self._disk.run(owner.client_id, partial(store.read, digest))
+                    self._hold(owner, image, file or b"")
+                return image
+        raise _unknown(digest, path)
+
+    async def _file_of(self, digest: str) -> bytes | None:
+        for held in self._held.values():
+            if digest in held.files:
+                return held.files[digest][1]
+        return None if self._file is None else await self._disk.run("", partial(self._file.read, digest))
+
+    def _hold(self, owner: ImageOwner, image: MessageImage, file: bytes) -> None:
+        n_bytes = len(file) + sum(
+            len(each)
+            for held in self._held.values()
+            if held.client_id == owner.client_id
+            for other, each in held.files.values()
+            if other.digest != image.digest
+        )
+        if n_bytes > self._max_bytes:
+            raise too_many_bytes(n_bytes, self._max_bytes)
+        self._held.setdefault(owner.session_id, _HeldImages(owner.client_id)).files[image.digest] = (image, file)
+
+    def _keep_pixels(self, digest: str, pixels: bytes) -> None:
+        self._pixels[digest] = pixels
+        self._pixels.move_to_end(digest)
+        while sum(map(len, self._pixels.values())) > _PIXEL_BYTES and len(self._pixels) > 1:
+            self._pixels.popitem(last=False)
+
+
+def _unpacked(data: str, path: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, f"{path} is not Base64", field=path, hint=FORMATS_HINT
+        ) from None
+
+
+def _unknown(digest: str, path: str) -> InferenceCenterError:
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"{path} is {digest}, which is not an image of this client",
+        field=path,
+        hint="Send the image's data. An image that no session names is deleted a day after its last use.",
+    )
