@@ -439,6 +439,15 @@ Aliases = Annotated[
 ]
 
 
+Mmproj = Annotated[
+    ExpandedPath | None,
+    Field(
+        description="GGUF file of the projector (`mmproj`) that turns images into input of the model; if not set, the "
+        "model takes text only."
+    ),
+]
+
+
 class ModelSettings(Section):
     """The default model, used by sessions that name none."""
 
@@ -454,6 +463,7 @@ class ModelSettings(Section):
     )
     aliases: Aliases = ()
     lora: LoraAdapters = ()
+    mmproj: Mmproj = None
 
 
 class ModelEntry(Section):
@@ -487,6 +497,7 @@ class ModelEntry(Section):
         default_factory=dict, description="Parameters that override those recommended by the file and `[params]`."
     )
     lora: LoraAdapters = ()
+    mmproj: Mmproj = None
 
 
 class Settings(BaseSettings):

@@ -55,6 +55,7 @@ class ModelSpec:
         params: Parameters with a precedence between the file's recommendations and the configuration.
         lora: LoRA adapters.
         draft: The GGUF file of the model that drafts tokens for it.
+        mmproj: The GGUF file of its projector, if it takes images.
         kind: Its kind.
         matryoshka: Whether its vectors may be shortened.
         n_embd: Width of the vectors in its file; ``None`` where that does not state it.
@@ -66,6 +67,7 @@ class ModelSpec:
     params: Mapping[str, Any] = field(default_factory=dict)
     lora: tuple[LoraSettings, ...] = ()
     draft: Path | None = None
+    mmproj: Path | None = None
     kind: ModelKind = "chat"
     matryoshka: bool = False
     n_embd: int | None = None
@@ -73,7 +75,8 @@ class ModelSpec:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that it is loaded from."""
-        return (self.path, *(adapter.path for adapter in self.lora), *((self.draft,) if self.draft else ()))
+        others = (path for path in (self.draft, self.mmproj) if path is not None)
+        return (self.path, *(adapter.path for adapter in self.lora), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,8 @@ def read_registry(settings: Settings) -> Registry:
     An entry hides a file of its name, and the model of ``model.path`` hides both.
 
     Raises:
-        InferenceCenterError: ``invalid_config``: two models of one name, contradictory settings of a model, or a wrong
-            file of scripted answers.
+        InferenceCenterError: ``invalid_config``: two models of one name, contradictory settings of a model, a file that
+            is no projector, or a wrong file of scripted answers.
     """
     if settings.engine.backend == "script" and settings.engine.script is not None:
         read_script(settings.engine.script)
@@ -164,6 +167,8 @@ def read_registry(settings: Settings) -> Registry:
         )
     models = found | entries | {default.name: default}
     models = {name: _with_kind(_with_draft(spec, models), settings) for name, spec in models.items()}
+    for spec in models.values():
+        _check_projector(spec, field="model.mmproj" if spec.name == default.name else f"models.{spec.name}.mmproj")
     remarks = scanned.remarks(named={spec.path for spec in models.values()})
     return Registry(
         default.name,
@@ -220,8 +225,12 @@ def configured_files(settings: Settings) -> dict[Path, str]:
     elif settings.model.name is not None and settings.model.name not in settings.models:
         named[there.get(settings.model.name)] = "model.name"
     adapters = {adapter.path: "model.lora" for adapter in settings.model.lora}
+    if settings.model.mmproj is not None:
+        adapters[settings.model.mmproj] = "model.mmproj"
     for name, entry in settings.models.items():
         adapters |= {adapter.path: f"models.{name}.lora" for adapter in entry.lora}
+        if entry.mmproj is not None:
+            adapters[entry.mmproj] = f"models.{name}.mmproj"
     wanted = {f"models.{name}.draft": entry.draft for name, entry in settings.models.items()}
     wanted["engine.draft"] = settings.engine.draft
     drafts = {
@@ -305,7 +314,7 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
             hint="Its settings override [engine]; keep_alive_s overrides sleep_after_s.",
         ) from None
     path = entry.path or scanned.get(name, settings.models_dir / f"{name}.gguf")
-    return ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora)
+    return ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora, mmproj=entry.mmproj)
 
 
 def _aliases(settings: Settings, models: Collection[str], *, default: str) -> dict[str, str]:
@@ -348,7 +357,7 @@ def _default(
 ) -> ModelSpec:
     chosen, models = settings.model, {**found, **entries}
     if chosen.path is None and chosen.name is not None and chosen.name in models:
-        return _with_adapters(models[chosen.name], settings)
+        return _with_companions(models[chosen.name], settings)
     if chosen.path is None and chosen.name not in (None, DEMO) and shared.backend == "llama":
         raise _invalid(
             f"model.name is {chosen.name!r}, which does not exist, and model.path names no file",
@@ -357,18 +366,39 @@ def _default(
         )
     path = chosen.path or bundled_model()
     name = chosen.name or _stem_of(chosen.path, found) or _name_of(path, backend=shared.backend, taken=models)
-    return ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora)
+    return ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora, mmproj=chosen.mmproj)
 
 
-def _with_adapters(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """Return a model of ``models_dir`` with the adapters of ``[model]``; a model with an entry has its own."""
-    if settings.model.lora and spec.name in settings.models:
+def _with_companions(spec: ModelSpec, settings: Settings) -> ModelSpec:
+    """Return a model of ``models_dir`` with the companions in ``[model]``; a model with an entry has its own."""
+    for name in ("lora", "mmproj"):
+        given = getattr(settings.model, name)
+        if given and spec.name in settings.models:
+            raise _invalid(
+                f"model.{name} has no effect on models.{spec.name}",
+                field=f"model.{name}",
+                hint=f"That model has models.{spec.name}.{name}.",
+            )
+        if given:
+            spec = replace(spec, **{name: given})
+    return spec
+
+
+def _check_projector(spec: ModelSpec, *, field: str) -> None:
+    """Refuse a file that is no projector.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    if spec.mmproj is None or spec.engine.backend != "llama":
+        return
+    if read_summary(spec.mmproj).get("general.architecture") != "clip":
+        found = "is no projector" if spec.mmproj.exists() else "does not exist"
         raise _invalid(
-            f"model.lora has no effect on models.{spec.name}",
-            field="model.lora",
-            hint=f"Adapters of that model are models.{spec.name}.lora.",
+            f"{field} is {spec.mmproj}, which {found}",
+            field=field,
+            hint="It must be a GGUF file of the architecture clip, usually called mmproj-….gguf.",
         )
-    return replace(spec, lora=settings.model.lora) if settings.model.lora else spec
 
 
 def _with_draft(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> ModelSpec:

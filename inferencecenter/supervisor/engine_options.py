@@ -110,5 +110,6 @@ def engine_options(spec: ModelSpec, kv: KvCachePaths) -> EngineOptions:
         model_name=spec.name,
         lora=spec.lora,
         draft_path="" if spec.draft is None else str(spec.draft),
+        mmproj_path="" if spec.mmproj is None else str(spec.mmproj),
         kv=kv,
     )

@@ -182,8 +182,7 @@ class ModelManager:
 
     def sees(self, name: str) -> bool:
         """Return whether a model takes images; see ``ModelsPort``."""
-        model = self.engine(name).model
-        return model is not None and model.sees
+        return self.spec_of(name).mmproj is not None
 
     def params_of(self, name: str) -> Mapping[str, Any]:
         """Return the parameters that a model's entry sets; none for a model that was removed."""
