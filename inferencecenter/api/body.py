@@ -65,13 +65,13 @@ class RequestModel(BaseModel):
         return reference
 
 
-_MEDIA: Final = frozenset({"image_url", "input_image", "input_audio", "input_file", "file"})
+_MEDIA: Final = frozenset({"input_audio", "input_file", "file"})
 
 
-def text_only(kind: object) -> object:
-    """Return the type of a part of a message, unless it is one of OpenAI's that are no text."""
+def no_media(kind: object) -> object:
+    """Return the type of a part of a message, unless it is one of OpenAI's that are neither text nor an image."""
     if isinstance(kind, str) and kind in _MEDIA:
-        raise PydanticCustomError("media", "the model is given text only, and sees no images, files or sound")
+        raise PydanticCustomError("media", "the model is given text and images only, and no files or sound")
     return kind
 
 

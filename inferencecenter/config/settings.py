@@ -244,8 +244,8 @@ class SessionSettings(Section):
         1024,
         ge=1,
         le=2**20,
-        description="MiB of image files that one client may have in sessions that are stored, and as many in others; "
-        "beyond it, further images are refused with `quota_exceeded`.",
+        description="MiB of image files that one client may have in stored sessions; beyond it, further images are "
+        "refused with `quota_exceeded`. Files in sessions that are not stored may have 64 MiB.",
     )
     max_messages: int = Field(
         10_000,

@@ -489,7 +489,7 @@ class LiveSession:
         forked = LiveSession(
             config, services=self._services, history=history, turn_log=self._turn_log.until(turn), sink=sink
         )
-        self._services.images.share(config.session_id, by=self.config.session_id)
+        self._services.images.share(config.client_id, config.session_id, by=self.config.session_id)
         self._touch()
         return forked
 
@@ -723,7 +723,7 @@ class LiveSession:
         self._change(change)
         self._set_counted_chars(0)
         self._services.models.release(self.config.session_id)
-        self._services.images.release(self.config.session_id)
+        self._services.images.release(self.config.client_id, self.config.session_id)
 
     def _change(self, change: SessionChange) -> None:
         before, self._state = self._state, SESSION.next(self._state, change)

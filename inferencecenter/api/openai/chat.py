@@ -15,6 +15,7 @@ import orjson
 from inferencecenter.api.body import checked, invalid_field
 from inferencecenter.api.custom_tools import InputReader, input_of
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, stream_turns
+from inferencecenter.api.message_images import image_of_url, result_message, user_message, with_stored_images
 from inferencecenter.api.openai.answers import (
     ChunkWriter,
     ResponseHead,
@@ -32,6 +33,7 @@ from inferencecenter.api.openai.chat_schemas import (
     ChatRequest,
     ChosenFunction,
     CustomToolOffer,
+    ImageUrlPart,
 )
 from inferencecenter.api.openai.sampling import (
     TIERS,
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from inferencecenter.api.session_match import SessionMatch
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.requests import RawParams
-    from inferencecenter.protocol.values import Role, TokenLogprobs, TokenProbability, Tool
+    from inferencecenter.protocol.values import MessageInParts, Role, TokenLogprobs, TokenProbability, Tool
     from inferencecenter.protocol.values import ToolChoice as WireToolChoice
 
 
@@ -270,8 +272,8 @@ def check(request: ChatRequest) -> None:
     _params(request, choice=0)
 
 
-def conversation_of(request: ChatRequest) -> ConversationRequest:
-    """Return the conversation to be answered.
+def conversation_of(request: ChatRequest, messages: tuple[ChatMessage, ...]) -> ConversationRequest:
+    """Return the conversation of ``messages`` to be answered.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -282,7 +284,6 @@ def conversation_of(request: ChatRequest) -> ConversationRequest:
         raise invalid_field(
             "metadata", f"metadata has {len(metadata)} entries including those of other fields; at most 16 are allowed"
         )
-    messages = _messages(request)
     if messages[-1].role == "assistant":
         messages = messages[:-1]
     return ConversationRequest(messages=messages, model=request.model, metadata=metadata)
@@ -347,9 +348,13 @@ _ROLES: Final[Mapping[str, Role]] = MappingProxyType(
 )
 
 
-def _messages(request: ChatRequest) -> tuple[ChatMessage, ...]:
-    """Return the conversation; a legacy call, which has no id, is named after the message that made it."""
-    messages: list[ChatMessage] = []
+def messages_of(request: ChatRequest) -> tuple[ChatMessage | MessageInParts, ...]:
+    """Return the conversation; a legacy call, which has no id, is named after the message that made it.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for an image that is not in the request.
+    """
+    messages: list[ChatMessage | MessageInParts] = []
     legacy_id = ""
     for index, message in enumerate(request.messages):
         if message.function_call is not None:
@@ -358,7 +363,16 @@ def _messages(request: ChatRequest) -> tuple[ChatMessage, ...]:
     return tuple(messages)
 
 
-def _wire_message(message: ChatRequestMessage, where: str, legacy_id: str) -> ChatMessage:
+def _wire_message(message: ChatRequestMessage, where: str, legacy_id: str) -> ChatMessage | MessageInParts:
+    call_id = legacy_id if message.role == "function" else message.tool_call_id
+    if message.has_images:
+        parts = [
+            image_of_url(part.image_url.url, f"{where}.content.{number}.image_url.url")
+            if isinstance(part, ImageUrlPart)
+            else part.text
+            for number, part in enumerate(message.content or ())
+        ]
+        return user_message(parts) if message.role == "user" else result_message(parts, call_id)
     calls = [call.wire_call for call in message.tool_calls or ()]
     if (function := message.function_call) is not None:
         calls.append(ToolCall(call_id=legacy_id, name=function.name, arguments=function.arguments))
@@ -367,7 +381,7 @@ def _wire_message(message: ChatRequestMessage, where: str, legacy_id: str) -> Ch
         content=message.text,
         reasoning=message.reasoning_content or None,
         tool_calls=calls_of_message(calls, f"{where}.tool_calls"),
-        tool_call_id=legacy_id if message.role == "function" else message.tool_call_id,
+        tool_call_id=call_id,
     )
 
 
@@ -409,6 +423,8 @@ def _check_message(message: ChatRequestMessage, where: str) -> None:
     for name, owner in _OWNERS:
         if message.role != owner and getattr(message, name):
             raise invalid_field(f"{where}.{name}", f"{name} belongs to messages of role {owner}")
+    if message.has_images and _ROLES[message.role] not in ("user", "tool"):
+        raise invalid_field(f"{where}.content", "images belong to messages of role user or tool")
 
 
 def _check_result(message: ChatRequestMessage, where: str, called: Collection[str]) -> None:
@@ -515,13 +531,15 @@ async def checked_conversation(call: Call) -> ConversationRequest:
     """
     request: ChatRequest = call.body
     if sum(1 + len(each.content or ()) + len(each.tool_calls or ()) for each in request.messages) < _MANY_PARTS:
-        return _checked(request)
-    return await call.context.worker.run(call.caller.client.client_id, partial(_checked, request))
+        messages = _checked(request)
+    else:
+        messages = await call.context.worker.run(call.caller.client.client_id, partial(_checked, request))
+    return conversation_of(request, await with_stored_images(call, messages))
 
 
-def _checked(request: ChatRequest) -> ConversationRequest:
+def _checked(request: ChatRequest) -> tuple[ChatMessage | MessageInParts, ...]:
     check(request)
-    return conversation_of(request)
+    return messages_of(request)
 
 
 OPERATIONS: Final = (

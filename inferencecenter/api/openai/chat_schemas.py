@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from inferencecenter.api.body import text_only
+from inferencecenter.api.body import no_media
 from inferencecenter.api.custom_tools import (
     LARK_NOT_ENFORCED,
     MAX_DEFINITION_CHARS,
@@ -34,12 +34,41 @@ MOST_MESSAGES: Final = 10_000
 
 
 class TextPart(DialectModel):
-    """A part of a message; only text is supported."""
+    """A part of a message that is text."""
 
-    type: Annotated[Literal["text"], BeforeValidator(text_only, json_schema_input_type=Literal["text"])] = Field(
+    type: Annotated[Literal["text"], BeforeValidator(no_media, json_schema_input_type=Literal["text"])] = Field(
         description="Type of the object."
     )
     text: str = Field(description="The text.")
+
+
+class ImageAddress(DialectModel):
+    """Where an image is."""
+
+    url: str = Field(description="The image as `data:image/…;base64,…`; other addresses are refused.")
+
+
+def _as_address(value: object) -> object:
+    return {"url": value} if isinstance(value, str) else value
+
+
+class ImageUrlPart(DialectModel):
+    """A part of a message that is an image."""
+
+    type: Literal["image_url"] = Field(description="Type of the object.")
+    image_url: Annotated[ImageAddress, BeforeValidator(_as_address, json_schema_input_type=str | ImageAddress)] = Field(
+        description="The image."
+    )
+
+
+def _type_of(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "image_url" if kind == "image_url" else "text"
+
+
+Part: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[ImageUrlPart, Tag("image_url")], Discriminator(_type_of)
+]
 
 
 def _as_parts(value: object) -> object:
@@ -51,11 +80,11 @@ def _as_object(value: object) -> object:
 
 
 Content: TypeAlias = Annotated[
-    list[TextPart],
+    list[Part],
     Field(
         max_length=1000, fail_fast=True
     ),  # validated before the preceding validators, so that a longer one is not traversed
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[Part]),
 ]
 
 
@@ -134,7 +163,11 @@ class ChatRequestMessage(DialectModel):
     @property
     def text(self) -> str:
         """The whole text."""
-        return "\n".join(part.text for part in self.content or ())
+        return "\n".join(part.text for part in self.content or () if isinstance(part, TextPart))
+
+    @property
+    def has_images(self) -> bool:
+        return any(isinstance(part, ImageUrlPart) for part in self.content or ())
 
     @property
     def calls_tools(self) -> bool:

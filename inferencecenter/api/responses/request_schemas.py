@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from inferencecenter.api.body import text_only
+from inferencecenter.api.body import no_media
 from inferencecenter.api.custom_tools import (
     LARK_NOT_ENFORCED,
     MAX_DEFINITION_CHARS,
@@ -74,7 +74,7 @@ class GivenOutputText(DialectModel):
 
 def _text_part(value: object) -> object:
     if isinstance(value, dict):
-        text_only(value.get("type"))
+        no_media(value.get("type"))
     return value
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 DECODER: Final = "inferencecenter.sessions.images.decoding_worker"
 FORMATS_HINT: Final = "PNG, JPEG, WebP and GIF files are supported; of an animation the first frame is used."
 _WALL_S: Final = 60.0
+MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 _PIXEL_BYTES: Final = 64 * 1024 * 1024
 """Decoded pixels that are kept for the engine, which requests them soon after an image arrived."""
 _COLLECT_EVERY: Final = 64
@@ -91,17 +92,27 @@ def has_images(messages: Iterable[ChatMessage | MessageInParts]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ImageOwner:
-    """The session that an image is for; the files of one that is not ``stored`` stay in memory."""
+    """The session that an image is for; the files of one that is not ``stored`` stay in memory.
+
+    Without a session, images belong to requests that send the whole conversation each time: the least recently used of
+    a client are evicted.
+    """
 
     client_id: str
-    session_id: str
-    stored: bool
+    session_id: str = ""
+    stored: bool = False
 
 
 @dataclass(slots=True)
 class _HeldImages:
+    """Files by digest, the most recently used last."""
+
     client_id: str
-    files: dict[str, tuple[MessageImage, bytes]] = field(default_factory=dict)
+    files: OrderedDict[str, tuple[MessageImage, bytes]] = field(default_factory=OrderedDict)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(len(file) for _, file in self.files.values())
 
 
 class ImageLibrary:
@@ -109,7 +120,8 @@ class ImageLibrary:
 
     Args:
         file: Where images are stored; ``None`` if no session is.
-        max_bytes: Bytes of files that a client's images may have together, in the file and in memory each.
+        max_bytes: Bytes that a client's images in the file may have together.
+        max_held_bytes: Bytes that a client's images in memory may have together.
         clock: Unix seconds.
         decoded: Decodes a file; blocks.
     """
@@ -120,15 +132,17 @@ class ImageLibrary:
         *,
         max_bytes: int,
         clock: Callable[[], float],
+        max_held_bytes: int = MAX_HELD_BYTES,
         decoded: Callable[[bytes], DecodedImage] = decode,
     ) -> None:
         self._file = file
         self._max_bytes = max_bytes
+        self._max_held_bytes = max_held_bytes
         self._clock = clock
         self._decoded = decoded
         self._decoder = FairWorker("image-decoder")
         self._disk = FairWorker("image-store")
-        self._held: dict[str, _HeldImages] = {}
+        self._held: dict[tuple[str, str], _HeldImages] = {}
         self._pixels: OrderedDict[str, bytes] = OrderedDict()
         self._n_added = 0
 
@@ -155,11 +169,14 @@ class ImageLibrary:
         return [await self._resolved(owner, index, message) for index, message in enumerate(messages)]
 
     async def add(self, owner: ImageOwner, file: bytes) -> MessageImage:
-        """Decode and keep an image file.
+        """Decode and keep an image file, or find it by its digest.
 
         Raises:
             InferenceCenterError: See ``resolve``.
         """
+        digest = await self._decoder.run(owner.client_id, lambda: hashlib.sha256(file).hexdigest())
+        if (known := await self._find(owner, digest)) is not None:
+            return known
         decoded = await self._decoder.run(owner.client_id, partial(self._decoded, file))
         image = decoded.image
         if owner.stored and self._file is not None:
@@ -204,14 +221,14 @@ class ImageLibrary:
             _log.error("image_unreadable", digest=digest, reason=error.message)
             return None
 
-    def release(self, session_id: str) -> None:
+    def release(self, client_id: str, session_id: str) -> None:
         """Free the images of a session that was not stored."""
-        self._held.pop(session_id, None)
+        self._held.pop((client_id, session_id), None)
 
-    def share(self, session_id: str, *, by: str) -> None:
+    def share(self, client_id: str, session_id: str, *, by: str) -> None:
         """Keep the images of a session that is not stored for its fork ``session_id`` too."""
-        if (held := self._held.get(by)) is not None:
-            self._held[session_id] = _HeldImages(held.client_id, dict(held.files))
+        if (held := self._held.get((client_id, by))) is not None:
+            self._held[client_id, session_id] = _HeldImages(client_id, held.files.copy())
 
     async def forget_client(self, client_id: str) -> None:
         """Delete the images of a deleted client.
@@ -261,18 +278,24 @@ class ImageLibrary:
         )
 
     async def _known(self, owner: ImageOwner, digest: str, path: str) -> MessageImage:
-        held = self._held.get(owner.session_id)
+        if (image := await self._find(owner, digest)) is None:
+            raise _unknown(digest, path)
+        return image
+
+    async def _find(self, owner: ImageOwner, digest: str) -> MessageImage | None:
+        """Return an image that the client has sent before, which is kept for the owner from now on."""
+        held = self._held.get((owner.client_id, owner.session_id))
         if held is not None and digest in held.files:
+            held.files.move_to_end(digest)
             return held.files[digest][0]
-        if (store := self._file) is not None:
-            find = partial(store.find, owner.client_id, digest, now=self._clock())
-            image = await self._disk.run(owner.client_id, find)
-            if image is not None:
-                if not owner.stored:
-                    file = await self._disk.run(owner.client_id, partial(store.read, digest))
-                    self._hold(owner, image, file or b"")
-                return image
-        raise _unknown(digest, path)
+        if (store := self._file) is None:
+            return None
+        find = partial(store.find, owner.client_id, digest, now=self._clock())
+        image = await self._disk.run(owner.client_id, find)
+        if image is not None and not owner.stored:
+            file = await self._disk.run(owner.client_id, partial(store.read, digest))
+            self._hold(owner, image, file or b"")
+        return image
 
     async def _file_of(self, digest: str) -> bytes | None:
         for held in self._held.values():
@@ -281,16 +304,20 @@ class ImageLibrary:
         return None if self._file is None else await self._disk.run("", partial(self._file.read, digest))
 
     def _hold(self, owner: ImageOwner, image: MessageImage, file: bytes) -> None:
-        n_bytes = len(file) + sum(
-            len(each)
-            for held in self._held.values()
-            if held.client_id == owner.client_id
-            for other, each in held.files.values()
-            if other.digest != image.digest
-        )
-        if n_bytes > self._max_bytes:
-            raise too_many_bytes(n_bytes, self._max_bytes)
-        self._held.setdefault(owner.session_id, _HeldImages(owner.client_id)).files[image.digest] = (image, file)
+        place = owner.client_id, owner.session_id
+        held = self._held.get(place) or _HeldImages(owner.client_id)
+        total = held.n_bytes + len(file)
+        if owner.session_id:
+            others = (each for each in self._held.values() if each.client_id == owner.client_id and each is not held)
+            total += sum(each.n_bytes for each in others)
+        else:
+            while held.files and total > self._max_held_bytes:
+                _, (_, evicted) = held.files.popitem(last=False)
+                total -= len(evicted)
+        if total > self._max_held_bytes:
+            raise too_many_bytes(total, self._max_held_bytes)
+        self._held[place] = held
+        held.files[image.digest] = (image, file)
 
     def _keep_pixels(self, digest: str, pixels: bytes) -> None:
         self._pixels[digest] = pixels

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from inferencecenter.api.body import checked
-from inferencecenter.api.openai.chat import check, conversation_of, infer_of
+from inferencecenter.api.openai.chat import check, infer_of
 from inferencecenter.api.openai.chat_schemas import ChatRequest
 from inferencecenter.api.session_match import SessionMatch
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.params_model import MAX_SEED
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, NamedTool, Tool, ToolCall
+from tests.api.openai.conversations import conversation
 
 HI = {"role": "user", "content": "Hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
@@ -32,7 +33,7 @@ def read(**body: Any) -> ChatRequest:
 def infer(*, choice: int = 0, **body: Any) -> Infer:
     """Return the turn that a request maps to."""
     request = read(**body)
-    return infer_of(request, SessionMatch("s_1", conversation_of(request).messages[-1:]), choice)
+    return infer_of(request, SessionMatch("s_1", conversation(request).messages[-1:]), choice)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_sampling_parameters_are_mapped(body: dict[str, Any], params: dict[str, 
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages.0.refusal"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages.0.role"),
         ({"messages": [HI, CALLED]}, "messages.1.role"),
@@ -157,7 +158,7 @@ def test_sampling_parameters_are_mapped(body: dict[str, Any], params: dict[str, 
 def test_unsupported_field_is_refused_by_name(body: dict[str, Any], field: str) -> None:
     """The error names the field as the client wrote it."""
     with pytest.raises(InferenceCenterError) as caught:
-        conversation_of(read(**body))
+        conversation(read(**body))
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, field)
 
 
@@ -171,7 +172,7 @@ def test_messages_of_all_roles_are_mapped() -> None:
             {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "3"},
         ]
     )
-    assert conversation_of(mapped).messages == (
+    assert conversation(mapped).messages == (
         ChatMessage(role="system", content="Be brief."),
         ChatMessage(role="user", content="one\ntwo"),
         ChatMessage(
@@ -187,7 +188,7 @@ def test_messages_of_all_roles_are_mapped() -> None:
 def test_user_is_stored_as_metadata() -> None:
     """OpenAI's user identifiers are stored beside the metadata."""
     request = read(user="u", safety_identifier="s", prompt_cache_key="k", metadata={"topic": "x"})
-    assert conversation_of(request).metadata == {
+    assert conversation(request).metadata == {
         "user": "u",
         "safety_identifier": "s",
         "prompt_cache_key": "k",
@@ -300,7 +301,7 @@ def test_legacy_functions_are_tools() -> None:
         NamedTool(name="add"),
     )
     assert not turn.parallel_tool_calls
-    _, call, result = conversation_of(read(**body)).messages
+    _, call, result = conversation(read(**body)).messages
     assert call.tool_calls == (ToolCall(call_id="call_1", name="add", arguments="{}"),)
     assert (result.role, result.tool_call_id) == ("tool", "call_1")
 
@@ -316,7 +317,7 @@ def test_template_options_decide_on_thinking(options: dict[str, Any], thinking: 
 
 def test_empty_messages_are_accepted() -> None:
     """A message without content is empty."""
-    messages = conversation_of(read(messages=[{"role": "assistant", "tool_calls": []}, {"role": "user"}])).messages
+    messages = conversation(read(messages=[{"role": "assistant", "tool_calls": []}, {"role": "user"}])).messages
     assert [message.content for message in messages] == ["", ""]
 
 
@@ -326,14 +327,14 @@ def test_more_calls_than_a_message_can_hold_are_refused() -> None:
     legacy = {"name": "add", "arguments": "{}"}
     request = read(messages=[{"role": "assistant", "tool_calls": calls, "function_call": legacy}, HI])
     with pytest.raises(InferenceCenterError) as refused:
-        conversation_of(request)
+        conversation(request)
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "messages.0.tool_calls")
 
 
 def test_empty_reasoning_of_a_user_is_none() -> None:
     """Some clients send all fields with every message."""
     request = read(messages=[{**HI, "reasoning_content": ""}])
-    assert conversation_of(request).messages == (ChatMessage(role="user", content="Hi"),)
+    assert conversation(request).messages == (ChatMessage(role="user", content="Hi"),)
 
 
 def test_values_of_a_schema_as_text_are_counted() -> None:

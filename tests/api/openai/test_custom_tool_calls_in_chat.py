@@ -7,10 +7,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from inferencecenter.api.body import checked
-from inferencecenter.api.openai.chat import check, conversation_of, infer_of
+from inferencecenter.api.openai.chat import check, infer_of
 from inferencecenter.api.openai.chat_schemas import ChatRequest
 from inferencecenter.api.session_match import SessionMatch
 from inferencecenter.protocol.values import NamedTool
+from tests.api.openai.conversations import conversation
 from tests.api.streaming import send_answer
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def infer(**body: Any) -> Any:
     """Return the turn that a request maps to."""
     request = checked(ChatRequest, {"messages": ASKED, "tools": TOOLS, **body})
     check(request)
-    return infer_of(request, SessionMatch("s_1", conversation_of(request).messages), 0)
+    return infer_of(request, SessionMatch("s_1", conversation(request).messages), 0)
 
 
 def test_custom_tool_is_offered_and_chosen_as_a_function() -> None:

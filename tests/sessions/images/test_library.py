@@ -57,7 +57,9 @@ class Images:
     def reopened(self, *, max_bytes: int = 100) -> ImageLibrary:
         """The library of another daemon on the same files."""
         file = ImageFile(self.directory / IMAGES_NAME, sessions=self.directory / DATABASE_NAME)
-        self.library = ImageLibrary(file, max_bytes=max_bytes, clock=lambda: self.now, decoded=self._decode)
+        self.library = ImageLibrary(
+            file, max_bytes=max_bytes, max_held_bytes=100, clock=lambda: self.now, decoded=self._decode
+        )
         return self.library
 
     def _decode(self, file: bytes) -> DecodedImage:
@@ -153,6 +155,20 @@ async def test_images_of_a_client_are_bounded(images: Images) -> None:
     await resolve(images, BOB, question(b"y" * 11))
 
 
+async def test_images_without_a_session_are_evicted(images: Images) -> None:
+    """The least recently used first; requests send them again."""
+    requests = ImageOwner("ada")
+    for file in (b"a" * 40, b"b" * 40, b"a" * 40, b"c" * 40):
+        await resolve(images, requests, question(file))
+    assert images.decoded == [b"a" * 40, b"b" * 40, b"c" * 40]
+    await resolve(images, requests, question(b"a" * 40))
+    assert len(images.decoded) == 3
+    await resolve(images, requests, question(b"b" * 40))
+    assert len(images.decoded) == 4
+    with pytest.raises(InferenceCenterError, match="101 bytes; 100 are allowed"):
+        await resolve(images, requests, question(b"d" * 101))
+
+
 async def test_images_of_a_request_are_bounded(images: Images) -> None:
     """Over all of its messages, before any is decoded."""
     messages = [question(*[SUN] * 33), question(*[MOON] * 32)]
@@ -172,10 +188,10 @@ async def test_data_that_is_not_base64_is_refused(images: Images) -> None:
 async def test_unstored_images_end_with_their_sessions(images: Images) -> None:
     """Nothing of them is written; a fork keeps them."""
     await resolve(images, UNSTORED, question(SUN))
-    images.library.share("s_4", by="s_3")
-    images.library.release("s_3")
+    images.library.share("ada", "s_4", by="s_3")
+    images.library.release("ada", "s_3")
     assert (await images.library.read("ada", digest_of(SUN)))[1] == SUN
-    images.library.release("s_4")
+    images.library.release("ada", "s_4")
     with pytest.raises(InferenceCenterError):
         await images.library.read("ada", digest_of(SUN))
     assert SUN not in (images.directory / IMAGES_NAME).read_bytes()

@@ -1,0 +1,77 @@
+"""Images in requests of other APIs, whose clients send them with each request as data URLs or in Base64."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.api.body import invalid_field
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import MessageImagePart, MessageInParts, MessageTextPart
+from inferencecenter.sessions.history import plain_messages
+from inferencecenter.sessions.images.library import ImageOwner, has_images
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.api.endpoint import Call
+    from inferencecenter.protocol.values import CallId, ChatMessage
+
+_DATA_URL: Final = re.compile(r"data:image/[a-z+.-]+;base64,", re.IGNORECASE)
+_SHOWN_CHARS: Final = 60
+
+
+def image_of_url(url: str, path: str) -> MessageImagePart:
+    """Return the image in a data URL.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for another address: the daemon fetches nothing that a client names.
+    """
+    if (prefix := _DATA_URL.match(url)) is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path} is {url[:_SHOWN_CHARS]!r}, which is not data:image/…;base64,…",
+            field=path,
+            hint="The daemon fetches no images; send the file itself in Base64.",
+        )
+    return MessageImagePart(type="image", data=url[prefix.end() :])
+
+
+def user_message(parts: Sequence[str | MessageImagePart]) -> MessageInParts:
+    """Return a user's message of texts and images; texts that follow each other are lines."""
+    return MessageInParts(role="user", content=_content(parts))
+
+
+def result_message(parts: Sequence[str | MessageImagePart], call_id: CallId | None) -> MessageInParts:
+    """Return a tool's message of texts and images."""
+    return MessageInParts(role="tool", content=_content(parts), tool_call_id=call_id)
+
+
+def _content(parts: Sequence[str | MessageImagePart]) -> tuple[MessageTextPart | MessageImagePart, ...]:
+    content: list[MessageTextPart | MessageImagePart] = []
+    for part in parts:
+        if isinstance(part, MessageImagePart):
+            content.append(part)
+        else:
+            is_line = bool(content) and isinstance(content[-1], MessageTextPart)
+            content.append(MessageTextPart(type="text", text=f"\n{part}" if is_line else part))
+    return tuple(content)
+
+
+async def with_stored_images(
+    call: Call, messages: Sequence[ChatMessage | MessageInParts], *, field: str = "messages"
+) -> tuple[ChatMessage, ...]:
+    """Return messages whose images are decoded and named by digest; ``field`` is what the API calls the messages.
+
+    Raises:
+        InferenceCenterError: See ``ImageLibrary.resolve``.
+    """
+    if not has_images(messages):
+        return plain_messages(messages)
+    owner = ImageOwner(call.caller.client.client_id)
+    try:
+        return plain_messages(await call.context.sessions.images.resolve(owner, messages))
+    except InferenceCenterError as error:
+        if error.field is not None and error.code is ErrorCode.INVALID_REQUEST:
+            raise invalid_field(error.field.replace("messages", field, 1), error.message) from None
+        raise

@@ -1,0 +1,150 @@
+"""Images have what text has: KV of earlier turns, forks, offload, and survival of kills. The projector is random."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+
+from tests.e2e.harness import connect_client, run_daemon, start_daemon
+from tests.engine.llama.tiny_projectors import ROWS, write_projector
+from tests.sessions.images.files import image_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.harness import Daemon, Message, SocketClient
+
+DEMO_WIDTH = 192
+RED, BLUE = image_file((64, 48)), image_file((64, 48), color="blue")
+GREEDY = {"temperature": 0.0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def projector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A projector for the demo model."""
+    path = tmp_path_factory.mktemp("projector") / "mmproj.gguf"
+    write_projector(path, n_embd=DEMO_WIDTH)
+    return path
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, demo_model_path: Path, projector: Path) -> Iterator[Daemon]:
+    """A daemon whose model takes images."""
+    with run_daemon(
+        tmp_path / "state",
+        demo_model_path,
+        INFERENCECENTER_MODEL__MMPROJ=str(projector),
+        INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S="0.1",
+    ) as running:
+        yield running
+
+
+def image(file: bytes) -> dict[str, str]:
+    """A part of a message."""
+    return {"type": "image", "data": base64.b64encode(file).decode()}
+
+
+async def ask(client: SocketClient, session: str, *parts: str | dict[str, str]) -> tuple[str, Message]:
+    """A turn about texts and images."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    messages: Any = [{"role": "user", "content": content}]
+    await client.send(op="infer", session_id=session, messages=messages, params=GREEDY)
+    text = ""
+    while True:
+        message = await client.receive()
+        assert message["op"] != "error", message
+        if message.get("session_id") == session and message["op"] == "token":
+            text += message["content"]
+        if message["op"] == "end":
+            return text, message
+
+
+async def test_image_stays_in_the_session(daemon: Daemon) -> None:
+    """Its rows are tokens of the prompt, read once; its file can be fetched."""
+    async with connect_client(daemon) as client:
+        session, plain = await client.create(), await client.create()
+        _, end = await ask(client, session, image(RED), "What is it?")
+        _, without = await ask(client, plain, "What is it?")
+        assert end["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"] + ROWS
+        _, later = await ask(client, session, "And now?")
+        assert later["usage"]["cached_tokens"] >= end["usage"]["prompt_tokens"]
+        transcript = (await client.ask(op="get_session", session_id=session))["transcript"]
+        (shown,) = transcript[0]["images"]
+        fetched = await client.ask(op="get_image", digest=shown["digest"])
+    assert transcript[0]["content"] == "\ufffcWhat is it?"
+    assert base64.b64decode(fetched["data"]) == RED
+
+
+async def test_image_survives_kills_of_engine_and_daemon(
+    daemon: Daemon, tmp_path: Path, demo_model_path: Path, projector: Path
+) -> None:
+    """Its KV is computed again from the stored file: answers are those of an undisturbed session."""
+    async with connect_client(daemon) as client:
+        session, undisturbed = await client.create(), await client.create()
+        for each in (session, undisturbed):
+            await ask(client, each, "Look: ", image(RED), image(BLUE))
+        expected = [(await ask(client, undisturbed, question))[0] for question in ("And now?", "And then?")]
+        os.kill(daemon.engine_pid(), signal.SIGKILL)
+        answers = [(await ask(client, session, "And now?"))[0]]
+        forked = (await client.ask(op="fork_session", session_id=session))["session_id"]
+        assert (await ask(client, forked, "And then?"))[0] == expected[1]
+    daemon.process.kill()
+    daemon.process.wait()
+    second = start_daemon(tmp_path / "state", demo_model_path, INFERENCECENTER_MODEL__MMPROJ=str(projector))
+    try:
+        second.wait_ready()
+        async with connect_client(second) as client:
+            assert (await client.ask(op="resume_session", session_id=session))["op"] == "session_resumed"
+            answers.append((await ask(client, session, "And then?"))[0])
+    finally:
+        assert second.stop() == 0
+    assert answers == expected
+
+
+async def test_unusable_image_is_refused_and_the_session_goes_on(daemon: Daemon) -> None:
+    """The error names the part."""
+    async with connect_client(daemon) as client:
+        session = await client.create()
+        parts = [{"type": "text", "text": "What?"}, image(b"no image")]
+        refused = await client.ask(op="infer", session_id=session, messages=[{"role": "user", "content": parts}])
+        assert (refused["op"], refused["code"]) == ("error", "invalid_request")
+        assert refused["field"] == "messages.0.content.1.data"
+        assert "PNG, JPEG, WebP and GIF" in refused["hint"]
+        _, end = await ask(client, session, "Hello")
+        assert end["finish_reason"] in ("stop", "length")
+
+
+def test_openai_client_sends_images(daemon: Daemon) -> None:
+    """As data URLs, again with each request: they are decoded once, and their KV is found."""
+    with OpenAI(base_url=f"http://127.0.0.1:{daemon.port}/v1", api_key=daemon.admin_token, max_retries=0) as client:
+        messages: list[Any] = [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "What is it?"},
+                    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image(RED)['data']}"}},
+                ],
+            }
+        ]
+        options: Any = {"model": "demo", "temperature": 0, "max_tokens": 12}
+        first = client.chat.completions.create(messages=messages, **options)
+        assert first.usage is not None
+        messages += [
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "Sure?"},
+        ]
+        second = client.chat.completions.create(messages=messages, **options)
+        assert second.usage is not None
+        assert second.usage.prompt_tokens_details is not None
+        assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= first.usage.prompt_tokens
+        messages[0]["content"][1]["image_url"]["url"] = "https://127.0.0.1/cat.png"
+        with pytest.raises(BadRequestError) as caught:
+            client.chat.completions.create(messages=messages, **options)
+    assert caught.value.param == "messages.0.content.1.image_url.url"
+    assert "fetches no images" in str(caught.value)
