@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from inferencecenter.api.body import invalid_field
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.values import MessageImagePart, MessageInParts, MessageTextPart
+from inferencecenter.protocol.values import ChatMessage, MessageImagePart, MessageInParts, MessageTextPart
 from inferencecenter.sessions.history import plain_messages
 from inferencecenter.sessions.images.library import ImageOwner, has_images
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.api.endpoint import Call
-    from inferencecenter.protocol.values import CallId, ChatMessage
+    from inferencecenter.protocol.values import CallId
 
 _DATA_URL: Final = re.compile(r"data:image/[a-z+.-]+;base64,", re.IGNORECASE)
 _SHOWN_CHARS: Final = 60
@@ -37,17 +37,22 @@ def image_of_url(url: str, path: str) -> MessageImagePart:
     return MessageImagePart(type="image", data=url[prefix.end() :])
 
 
-def user_message(parts: Sequence[str | MessageImagePart]) -> MessageInParts:
+def user_message(parts: Sequence[str | MessageImagePart]) -> ChatMessage | MessageInParts:
     """Return a user's message of texts and images; texts that follow each other are lines."""
-    return MessageInParts(role="user", content=_content(parts))
+    return _message("user", parts, None)
 
 
-def result_message(parts: Sequence[str | MessageImagePart], call_id: CallId | None) -> MessageInParts:
+def result_message(parts: Sequence[str | MessageImagePart], call_id: CallId | None) -> ChatMessage | MessageInParts:
     """Return a tool's message of texts and images."""
-    return MessageInParts(role="tool", content=_content(parts), tool_call_id=call_id)
+    return _message("tool", parts, call_id)
 
 
-def _content(parts: Sequence[str | MessageImagePart]) -> tuple[MessageTextPart | MessageImagePart, ...]:
+def _message(
+    role: Literal["user", "tool"], parts: Sequence[str | MessageImagePart], call_id: CallId | None
+) -> ChatMessage | MessageInParts:
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return ChatMessage(role=role, content="\n".join(texts), tool_call_id=call_id)
     content: list[MessageTextPart | MessageImagePart] = []
     for part in parts:
         if isinstance(part, MessageImagePart):
@@ -55,7 +60,7 @@ def _content(parts: Sequence[str | MessageImagePart]) -> tuple[MessageTextPart |
         else:
             is_line = bool(content) and isinstance(content[-1], MessageTextPart)
             content.append(MessageTextPart(type="text", text=f"\n{part}" if is_line else part))
-    return tuple(content)
+    return MessageInParts(role=role, content=tuple(content), tool_call_id=call_id)
 
 
 async def with_stored_images(

@@ -71,7 +71,26 @@ def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-ResultBlock: TypeAlias = Annotated[MessageText | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
+class Base64Source(DialectModel):
+    """A file in the request; the daemon fetches no others."""
+
+    type: Literal["base64"] = Field(description="Type of the object.")
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] = Field(
+        description="Format; that of the file decides."
+    )
+    data: str = Field(description="The file in Base64.")
+
+
+class ImageBlock(DialectModel):
+    """An image for the model."""
+
+    type: Literal["image"] = Field(description="Type of the object.")
+    source: Base64Source = Field(description="Its file.")
+
+
+ResultBlock: TypeAlias = Annotated[
+    MessageText | ImageBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")
+]
 
 
 class ToolResultBlock(DialectModel):
@@ -88,7 +107,7 @@ class ToolResultBlock(DialectModel):
 
 
 Block: TypeAlias = Annotated[
-    MessageText | DocumentBlock | SearchResultBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    MessageText | ImageBlock | DocumentBlock | SearchResultBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 Blocks: TypeAlias = Annotated[
@@ -207,17 +226,13 @@ class MessagesQuery(DialectModel):
     beta: str | None = Field(default=None, description="Ignored: features are always available.")
 
 
-_BLOCKS: Final = frozenset({"text", "document", "search_result", "thinking", "tool_use", "tool_result"})
-_RESULT_BLOCKS: Final = frozenset({"text", "document", "search_result"})
+_BLOCKS: Final = frozenset({"text", "image", "document", "search_result", "thinking", "tool_use", "tool_result"})
+_RESULT_BLOCKS: Final = frozenset({"text", "image", "document", "search_result"})
 
 
 def _type_of(item: Any) -> str | None:
     kind = item.get("type") if isinstance(item, dict) else None
     return kind if isinstance(kind, str) else None
-
-
-def _is_image(item: Any, _siblings: Mapping[str, Any]) -> bool:
-    return _type_of(item) == "image"
 
 
 def _is_other_block(item: Any, _siblings: Mapping[str, Any]) -> bool:
@@ -242,21 +257,14 @@ MESSAGE_FIELDS: Final = FieldTable(
     rules=(
         FieldRule(
             field="messages[].content[]",
-            values="of the type `image`",
-            why="the model does not see images",
-            applies=_is_image,
-            refused=True,
-        ),
-        FieldRule(
-            field="messages[].content[]",
             values="of another type",
-            why="the model is given text, reasoning, calls and results",
+            why="the model is given text, images, reasoning, calls and results",
             applies=_is_other_block,
         ),
         FieldRule(
             field="messages[].content[].content[]",
-            values="of another type than `text`, `document` or `search_result`",
-            why="the model is given text only",
+            values="of another type than `text`, `image`, `document` or `search_result`",
+            why="the model is given text and images only",
             applies=_is_other_result,
         ),
         FieldRule(

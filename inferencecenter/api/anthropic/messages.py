@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import orjson
 
@@ -19,6 +17,7 @@ from inferencecenter.api.anthropic.message_schemas import (
     MESSAGE_FIELDS,
     AnswerMessage,
     CountTokensRequest,
+    ImageBlock,
     MessageError,
     MessagesQuery,
     MessagesRequest,
@@ -33,6 +32,7 @@ from inferencecenter.api.anthropic.message_schemas import (
 from inferencecenter.api.body import checked, invalid_field
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, document, stream_turns
 from inferencecenter.api.errors import ErrorFormat, status_of
+from inferencecenter.api.message_images import result_message, user_message, with_stored_images
 from inferencecenter.api.openai.answers import finish_of, merged_warnings, raise_failure
 from inferencecenter.api.prompt_counts import COUNT_ERRORS, count_prompt_tokens
 from inferencecenter.api.session_match import ConversationRequest, run_choices
@@ -40,7 +40,7 @@ from inferencecenter.api.tool_calls import arguments_text, calls_of_message
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.values import ChatMessage, NamedTool, Tool, ToolCall
+from inferencecenter.protocol.values import ChatMessage, MessageImagePart, MessageInParts, NamedTool, Tool, ToolCall
 from inferencecenter.sessions.prompt_lookup import PromptQuery
 
 if TYPE_CHECKING:
@@ -114,7 +114,11 @@ _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 """Fields of ``infer`` by their names in this API."""
 
 
-def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
+_UserParts: TypeAlias = "list[str | MessageImagePart]"
+"""Texts and images of a user's message."""
+
+
+def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage | MessageInParts, ...]:
     """Return the conversation, with the results of tool calls as messages of their own.
 
     A message of the assistant at its end is the start of the answer, see ``prefix_of``, and not part of it.
@@ -124,7 +128,7 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
     """
     if not request.messages:
         raise invalid_field("messages", "messages: at least one message is required")
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage | MessageInParts | _UserParts] = []
     system = [block.text for block in request.system or () if not block.text.startswith(BILLING_HEADER)]
     if any(system):
         messages.append(ChatMessage(role="system", content="\n".join(system)))
@@ -138,7 +142,7 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
             messages.append(answer)
         else:
             messages += _converted(message, where, called)
-    if not messages or messages[-1].role not in ("user", "tool"):
+    if not messages or (not isinstance(messages[-1], list) and messages[-1].role != "tool"):
         raise invalid_field(
             f"messages.{len(request.messages) - 1}.role",
             "the last message must have role user, or be the start of an answer",
@@ -154,13 +158,22 @@ def prefix_of(request: CountTokensRequest) -> str | None:
     return "".join(block.text for block in last.content if isinstance(block, MessageText))
 
 
-def _joined(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+def _joined(
+    messages: Iterable[ChatMessage | MessageInParts | _UserParts],
+) -> Iterator[ChatMessage | MessageInParts]:
     """Yield messages; consecutive ones of the user are one, since many templates require alternating roles."""
-    for role, run in groupby(messages, key=attrgetter("role")):
-        if role == "user":
-            yield ChatMessage(role="user", content="\n".join([message.content for message in run]))
-        else:
-            yield from run
+    parts: _UserParts | None = None
+    for message in messages:
+        if isinstance(message, list):
+            parts = [] if parts is None else parts
+            parts += message
+            continue
+        if parts is not None:
+            yield user_message(parts)
+            parts = None
+        yield message
+    if parts is not None:
+        yield user_message(parts)
 
 
 def _answer(message: MessageParam, where: str) -> ChatMessage:
@@ -186,13 +199,15 @@ def _answer(message: MessageParam, where: str) -> ChatMessage:
     )
 
 
-def _converted(message: MessageParam, where: str, called: set[str]) -> Iterator[ChatMessage]:
+def _converted(
+    message: MessageParam, where: str, called: set[str]
+) -> Iterator[ChatMessage | MessageInParts | _UserParts]:
     """Yield the messages of a user or of the system, in the order of their blocks.
 
     A system message among the others is written as the user's: Claude Code ends a conversation with one, and many
     templates refuse one that is not the first.
     """
-    lines: list[str] = []
+    parts: _UserParts = []
     for place, block in enumerate(message.content):
         if isinstance(block, ToolResultBlock) and message.role == "user":
             if block.tool_use_id not in called:
@@ -200,24 +215,29 @@ def _converted(message: MessageParam, where: str, called: set[str]) -> Iterator[
                     f"{where}.content.{place}.tool_use_id",
                     "tool_use_id is not that of a tool_use in an earlier message",
                 )
-            if lines:
-                yield ChatMessage(role="user", content="\n".join(lines))
-                lines = []
-            yield ChatMessage(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
+            if parts:
+                yield parts
+                parts = []
+            yield _result(block)
         elif isinstance(block, ThinkingBlock | ToolUseBlock | ToolResultBlock):
             raise _misplaced(f"{where}.content.{place}", block, message)
         else:
-            lines.append(_text(block))
-    if lines or not message.content:
-        yield ChatMessage(role="user", content="\n".join(lines))
+            parts.append(_part(block))
+    if parts or not message.content:
+        yield parts
 
 
-def _result(block: ToolResultBlock) -> str:
-    text = "\n".join(map(_text, block.content))
-    return f"Error: {text}" if block.is_error else text
+def _result(block: ToolResultBlock) -> ChatMessage | MessageInParts:
+    parts = [*map(_part, block.content)]
+    if block.is_error:
+        first = parts[0] if parts else ""
+        parts = [f"Error: {first}", *parts[1:]] if isinstance(first, str) else ["Error: ", *parts]
+    return result_message(parts, block.tool_use_id)
 
 
-def _text(block: ResultBlock) -> str:
+def _part(block: ResultBlock) -> str | MessageImagePart:
+    if isinstance(block, ImageBlock):
+        return MessageImagePart(type="image", data=block.source.data)
     if isinstance(block, MessageText):
         return block.text
     if isinstance(block, SearchResultBlock):
@@ -532,8 +552,10 @@ async def _messages(call: Call) -> tuple[ChatMessage, ...]:
     """Return the conversation; a long one is converted in a thread, round-robin over clients."""
     request: CountTokensRequest = call.body
     if sum(1 + len(message.content) for message in request.messages) < _MANY_BLOCKS:
-        return conversation_of(request)
-    return await call.context.worker.run(call.caller.client.client_id, partial(conversation_of, request))
+        messages = conversation_of(request)
+    else:
+        messages = await call.context.worker.run(call.caller.client.client_id, partial(conversation_of, request))
+    return await with_stored_images(call, messages)
 
 
 OPERATIONS: Final = (

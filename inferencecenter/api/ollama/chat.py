@@ -13,6 +13,7 @@ import orjson
 
 from inferencecenter.api.body import checked, invalid_field
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, document, stream_turns
+from inferencecenter.api.message_images import result_message, user_message, with_stored_images
 from inferencecenter.api.ollama.answers import AnswerHead, AnswerWriter, OllamaCollector, timestamp
 from inferencecenter.api.ollama.chat_schemas import (
     MOST_CONTEXT,
@@ -35,7 +36,7 @@ from inferencecenter.protocol.codec import check_json_bounds
 from inferencecenter.protocol.params import parse_params
 from inferencecenter.protocol.params_model import MAX_SEED
 from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
+from inferencecenter.protocol.values import ChatMessage, MessageImagePart, MessageInParts, Tool, ToolCall
 from inferencecenter.sessions.prefix_match import UNNAMED
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _NUMBER_BYTES: Final = 2
 _ROLES: Final = ("system", "user", "assistant")
 
 
-def messages_of(sent: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
+def messages_of(sent: Sequence[OllamaMessage]) -> tuple[ChatMessage | MessageInParts, ...]:
     """Return the messages of a conversation; calls without an id are numbered.
 
     The last one may be the start of the answer.
@@ -74,9 +75,9 @@ def messages_of(sent: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
     return converted
 
 
-def is_begun(message: ChatMessage) -> bool:
+def is_begun(message: ChatMessage | MessageInParts) -> bool:
     """Return whether the last message of a conversation is the start of its answer."""
-    return message.role == "assistant" and not message.tool_calls
+    return isinstance(message, ChatMessage) and message.role == "assistant" and not message.tool_calls
 
 
 class _Calls:
@@ -122,11 +123,18 @@ class _Calls:
             del self._open_by_name[name][call_id]
 
 
-def _message(message: OllamaMessage, where: str, calls: _Calls) -> ChatMessage:
+def _message(message: OllamaMessage, where: str, calls: _Calls) -> ChatMessage | MessageInParts:
     role = message.role
     for name, owner in (("thinking", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if role != owner and getattr(message, name):
             raise invalid_field(f"{where}.{name}", f"{name} belongs to messages of role {owner}")
+    if message.images:
+        parts = [*map(_image, message.images), *([message.content] if message.content else ())]
+        if role == "tool":
+            return result_message(parts, calls.answered_by(message, where))
+        if role != "user":
+            raise invalid_field(f"{where}.images", "images belong to messages of role user or tool")
+        return user_message(parts)
     called = [
         ToolCall(
             call_id=calls.add(call.id, call.function.name),
@@ -144,11 +152,17 @@ def _message(message: OllamaMessage, where: str, calls: _Calls) -> ChatMessage:
     )
 
 
+def _image(data: str) -> MessageImagePart:
+    return MessageImagePart(type="image", data=data)
+
+
 def context_of(messages: Sequence[ChatMessage]) -> list[int] | None:
     """Return a conversation without tool calls as numbers, from which ``messages_in`` restores it.
 
-    A conversation that takes more numbers than a request may have is none.
+    A conversation with images, or that takes more numbers than a request may have, has none.
     """
+    if any(message.images for message in messages):
+        return None
     if sum(len(message.content) for message in messages) > MOST_CONTEXT * _NUMBER_BYTES:
         return None
     text = orjson.dumps([[message.role, message.content] for message in messages])
@@ -224,7 +238,7 @@ async def chat(call: Call) -> Reply:
     if len({tool.name for tool in tools}) < len(tools):
         raise invalid_field("tools", "two tools have the same name")
     n_parts = sum(1 + len(message.tool_calls or ()) for message in request.messages)
-    messages = await _converted(call, messages_of, request.messages, n_parts=n_parts)
+    messages = await with_stored_images(call, await _converted(call, messages_of, request.messages, n_parts=n_parts))
     turn = {**_turn_of(request), "tools": tools or None}
     if is_begun(messages[-1]):
         turn["prefix"], messages = messages[-1].content or None, messages[:-1]
@@ -241,6 +255,8 @@ async def generate(call: Call) -> Reply:
     head = _head(call, model, "response")
     if not request.prompt and not request.suffix:
         return _load(call, model, head)
+    if request.images and (request.raw or request.suffix):
+        raise invalid_field("images", "images exclude raw and suffix")
     question = ChatMessage(role="user", content=request.prompt)
     if request.suffix:
         conversation = ConversationRequest(messages=(question,), model=model, mode="raw")
@@ -258,7 +274,8 @@ async def generate(call: Call) -> Reply:
             ChatMessage(role="system", content=request.system),
             *(message for message in before if message.role != "system"),
         )
-    messages = (*before, question)
+    parts: list[str | MessageImagePart] = [*map(_image, request.images or ()), request.prompt]
+    messages = await with_stored_images(call, (*before, user_message(parts)))
     head = replace(head, context_of=lambda text: context_of([*messages, ChatMessage(role="assistant", content=text)]))
     conversation = ConversationRequest(messages=messages, model=model, on_full=_on_full(request))
     return await _answer(call, _Question(conversation, _turn_of(request), head))
@@ -272,11 +289,12 @@ _LONG: Final = 256
 """From this number on the messages and calls of a conversation take more than a millisecond to convert."""
 
 _Sent = TypeVar("_Sent")
+_Message = TypeVar("_Message", bound=ChatMessage | MessageInParts)
 
 
 async def _converted(
-    call: Call, convert: Callable[[_Sent], tuple[ChatMessage, ...]], sent: _Sent, *, n_parts: int
-) -> tuple[ChatMessage, ...]:
+    call: Call, convert: Callable[[_Sent], tuple[_Message, ...]], sent: _Sent, *, n_parts: int
+) -> tuple[_Message, ...]:
     """Return a conversation; a long one is converted in a thread, round-robin over clients."""
     if n_parts < _LONG:
         return convert(sent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
@@ -11,7 +11,7 @@ from inferencecenter.api.ollama.keep_alive import KEEP_ALIVE_RULE, KeepAlive
 from inferencecenter.api.openai.chat_schemas import MOST_MESSAGES, AnswerModel
 from inferencecenter.api.openai.sampling import MOST_PROBS, Name, SamplerFields, Stop
 from inferencecenter.protocol.params_model import MAX_TOKENS
-from inferencecenter.protocol.values import CallId, ToolName
+from inferencecenter.protocol.values import MAX_IMAGES, CallId, ToolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,11 +50,16 @@ class SentCall(DialectModel):
     function: CalledTool = Field(description="Name and arguments.")
 
 
+Images: TypeAlias = Annotated[list[str], Field(max_length=MAX_IMAGES, fail_fast=True)]
+"""Image files in Base64."""
+
+
 class OllamaMessage(DialectModel):
     """A message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"] = Field(description="Role of the author.")
     content: str = Field(default="", description="The text.")
+    images: Images | None = Field(default=None, description="Image files in Base64, which stand before the text.")
     thinking: str | None = Field(default=None, description="Reasoning of an assistant before its content.")
     tool_calls: Annotated[list[SentCall], Field(max_length=128, fail_fast=True)] | None = Field(
         default=None, description="Tool calls of an assistant."
@@ -138,6 +143,9 @@ class OllamaGenerateRequest(AnswerRequest):
         description="Text after a gap, which the answer fills; only with models that have tokens for this, and without "
         "their template.",
     )
+    images: Images | None = Field(
+        default=None, description="Image files in Base64, which stand before the prompt; not with `raw` or `suffix`."
+    )
     system: str | None = Field(default=None, description="System prompt.")
     raw: bool = Field(
         default=False, description="Whether the prompt is continued as it is, without the model's template."
@@ -164,7 +172,6 @@ def _is_no_function(item: Any, _siblings: Mapping[str, Any]) -> bool:
 
 
 _PLACED: Final = "the settings of the daemon decide how models are loaded"
-_BLIND: Final = "the model does not see images"
 _SIZE: Final = "the size of the context is a setting of the daemon"
 
 _OPTION_RULES: Final = (
@@ -201,7 +208,6 @@ OLLAMA_CHAT_FIELDS: Final = FieldTable(
     OllamaChatRequest,
     rules=(
         *_ANSWER_RULES,
-        FieldRule(field="messages[].images", values="with an image", why=_BLIND, applies=_is_given, refused=True),
         FieldRule(
             field="tools[]",
             values="of a type other than `function`",
@@ -217,7 +223,6 @@ OLLAMA_GENERATE_FIELDS: Final = FieldTable(
     OllamaGenerateRequest,
     rules=(
         *_ANSWER_RULES,
-        FieldRule(field="images", values="with an image", why=_BLIND, applies=_is_given, refused=True),
         *(
             FieldRule(field=name, values="with `suffix`", why="a gap has no conversation", applies=_fills_gap)
             for name in ("system", "context", "think")

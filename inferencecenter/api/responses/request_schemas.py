@@ -18,6 +18,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from inferencecenter.api.body import no_media
 from inferencecenter.api.custom_tools import (
@@ -74,6 +75,8 @@ class GivenOutputText(DialectModel):
 
 def _text_part(value: object) -> object:
     if isinstance(value, dict):
+        if value.get("type") == "input_image":
+            raise PydanticCustomError("media", "this API takes no images; chat completions do")
         no_media(value.get("type"))
     return value
 

@@ -17,9 +17,11 @@ from inferencecenter.api.anthropic.messages import (
 )
 from inferencecenter.api.body import checked
 from inferencecenter.api.foreign_fields import FieldReport
+from inferencecenter.api.message_images import user_message
 from inferencecenter.api.session_match import SessionMatch
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.values import ChatMessage, NamedTool
+from inferencecenter.protocol.values import ChatMessage, MessageImagePart, MessageInParts, MessageTextPart, NamedTool
+from inferencecenter.sessions.history import plain_messages
 from tests.api.openai.events import end, reasoning_token, token, tool_call_delta
 
 if TYPE_CHECKING:
@@ -37,7 +39,10 @@ def request(**fields: Any) -> MessagesRequest:
 
 def told(*messages: Any, **fields: Any) -> list[tuple[str, str]]:
     """Return the roles and contents of a conversation."""
-    return [(said.role, said.content) for said in conversation_of(request(messages=list(messages), **fields))]
+    return [
+        (said.role, said.content)
+        for said in plain_messages(conversation_of(request(messages=list(messages), **fields)))
+    ]
 
 
 def test_text_blocks_are_joined_as_lines() -> None:
@@ -65,7 +70,7 @@ def test_message_of_the_assistant_at_the_end_is_the_start_of_the_answer() -> Non
     blocks = [{"type": "text", "text": "The "}, {"type": "text", "text": "capital"}]
     for content, expected in ((blocks, "The capital"), ("{", "{"), ("", None)):
         asked = request(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}])
-        conversation = conversation_of(asked)
+        conversation = plain_messages(conversation_of(asked))
         assert [(said.role, said.content) for said in conversation] == [("user", "Hi")]
         assert infer_of(asked, SessionMatch("s", conversation)).prefix == expected
 
@@ -77,7 +82,7 @@ def test_format_may_have_its_first_name(config: dict[str, Any]) -> None:
     if "format" in config.get("output_config", {}):
         config = {"output_config": {"format": {**form, "schema": {"type": "array"}}}}
     asked = request(output_format=form, **config)
-    infer = infer_of(asked, SessionMatch("s", conversation_of(asked)))
+    infer = infer_of(asked, SessionMatch("s", plain_messages(conversation_of(asked))))
     assert infer.json_schema == {"type": "array" if "format" in config.get("output_config", {}) else "object"}
 
 
@@ -102,23 +107,20 @@ def test_results_of_one_message_become_separate_messages() -> None:
         {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "no"}], "is_error": True},
         {"type": "text", "text": "Go on."},
     ]
-    said = conversation_of(
-        request(
-            messages=[
-                {"role": "user", "content": "Hi"},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "hm", "signature": ""},
-                        {"type": "text", "text": "Let me see."},
-                        USE,
-                        {**USE, "id": "c2"},
-                    ],
-                },
-                {"role": "user", "content": results},
-            ]
-        )
+    answer = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "text", "text": "Let me see."},
+        USE,
+        {**USE, "id": "c2"},
+    ]
+    asked = request(
+        messages=[
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": results},
+        ]
     )
+    said = plain_messages(conversation_of(asked))
     assert [(one.role, one.content, one.tool_call_id) for one in said] == [
         ("user", "Hi", None),
         ("assistant", "Let me see.", None),
@@ -140,14 +142,41 @@ def test_results_of_one_message_become_separate_messages() -> None:
         ([{"role": "user", "content": [USE]}], "messages.0.content.0"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": [USE]}], "messages.1.role"),
         ([{"role": "assistant", "content": "b"}], "messages.0.role"),
-        ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages[].content[]"),
     ],
 )
 def test_misplaced_blocks_are_refused(messages: list[Any], field: str) -> None:
-    """The error names their place. An image is refused, because the answer would ignore it."""
+    """The error names their place."""
     with pytest.raises(InferenceCenterError) as refused:
         conversation_of(request(messages=messages))
     assert refused.value.field == field
+
+
+def test_images_keep_their_place_between_texts() -> None:
+    """Also in results of tools and over several messages; only files in the request are taken."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [image], "is_error": True}
+    text = {"type": "text", "text": "Look:"}
+    said = conversation_of(
+        request(
+            messages=[
+                {"role": "user", "content": [text, image]},
+                {"role": "user", "content": "And?"},
+                {"role": "assistant", "content": [USE]},
+                {"role": "user", "content": [result]},
+            ]
+        )
+    )
+    picture = MessageImagePart(type="image", data="aGk=")
+    parts = [one.content for one in said if isinstance(one, MessageInParts)]
+    assert parts == [
+        (MessageTextPart(type="text", text="Look:"), picture, MessageTextPart(type="text", text="And?")),
+        (MessageTextPart(type="text", text="Error: "), picture),
+    ]
+    with pytest.raises(InferenceCenterError) as refused:
+        request(
+            messages=[{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]
+        )
+    assert refused.value.field == "messages.0.content.0.source.type"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +191,7 @@ def test_misplaced_blocks_are_refused(messages: list[Any], field: str) -> None:
 def test_tool_choice_is_mapped(choice: dict[str, Any], expected: object) -> None:
     """The mapping keeps the tool's schema, and whether calls may be parallel."""
     asked = request(tools=[WEATHER], tool_choice={**choice, "disable_parallel_tool_use": True})
-    infer = infer_of(asked, SessionMatch("s", conversation_of(asked)))
+    infer = infer_of(asked, SessionMatch("s", plain_messages(conversation_of(asked))))
     assert infer.tool_choice == expected
     assert not infer.parallel_tool_calls
     assert infer.tools is not None
@@ -182,7 +211,7 @@ def test_contradictory_tools_are_refused(fields: dict[str, Any]) -> None:
     """A call cannot be required of tools that are not there."""
     asked = request(**fields)
     with pytest.raises(InferenceCenterError, match="tool"):
-        infer_of(asked, SessionMatch("s", conversation_of(asked)))
+        infer_of(asked, SessionMatch("s", plain_messages(conversation_of(asked))))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("enabled", True), ("adaptive", True), ("disabled", False)])
@@ -190,7 +219,7 @@ def test_thinking_and_format_are_mapped(kind: str, expected: bool) -> None:
     """A JSON Schema is that of the answer."""
     schema = {"type": "object"}
     asked = request(thinking={"type": kind}, output_config={"format": {"type": "json_schema", "schema": schema}})
-    infer = infer_of(asked, SessionMatch("s", conversation_of(asked)))
+    infer = infer_of(asked, SessionMatch("s", plain_messages(conversation_of(asked))))
     assert (infer.thinking, infer.json_schema) == (expected, schema)
 
 
@@ -296,16 +325,16 @@ def test_empty_conversation_message_is_kept() -> None:
 def test_messages_of_the_user_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joining each with those before would copy the first ones again for every other."""
     sent = request(messages=[{"role": "user", "content": f"line {n}"} for n in range(300)])
-    contents: list[str] = []
+    joined: list[int] = []
 
-    def noted(**fields: Any) -> ChatMessage:
-        contents.append(fields["content"])
-        return ChatMessage(**fields)
+    def noted(parts: list[Any]) -> Any:
+        joined.append(len(parts))
+        return user_message(parts)
 
-    monkeypatch.setattr(messages, "ChatMessage", noted)
+    monkeypatch.setattr(messages, "user_message", noted)
     (said,) = conversation_of(sent)
     assert said.content == "\n".join(f"line {n}" for n in range(300))
-    assert sum(map(len, contents)) == 2 * len(said.content) - 299
+    assert joined == [300]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ async def test_failure_during_stream_is_its_last_line(server: Running, client: A
         (CHAT, {**HI, "options": {"temperature": "hot"}}, 400, "options.temperature"),
         (CHAT, {**HI, "format": "yaml"}, 400, "format"),
         (CHAT, {**HI, "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
-        (CHAT, {"model": "stub", "messages": [{"role": "user", "images": ["aGk="]}]}, 400, "does not see images"),
+        (CHAT, {"model": "stub", "messages": [{"role": "user", "images": ["aGk="]}]}, 400, "none of a known format"),
         (CHAT, {"model": "stub", "messages": [{"role": "assistant", "content": "x"}]}, 400, "messages.0.role"),
         (
             CHAT,
@@ -128,7 +128,7 @@ async def test_failure_during_stream_is_its_last_line(server: Running, client: A
         ),
         (CHAT, {"model": "stub", "messages": [{"role": "user", "tool_calls": [LOOK_UP]}]}, 400, "tool_calls belongs"),
         (CHAT, {**HI, "tools": [{"function": {"name": "f"}}] * 2}, 400, "two tools have the same name"),
-        (GENERATE, {"model": "stub", "prompt": "x", "images": ["aGk="]}, 400, "does not see images"),
+        (GENERATE, {"model": "stub", "prompt": "x", "images": ["aGk="]}, 400, "none of a known format"),
         (GENERATE, {"model": "stub", "prompt": "x", "suffix": "y", "format": "yaml"}, 400, "format"),
         (GENERATE, {"model": "stub", "prompt": "x", "raw": True, "system": "y"}, 400, "raw excludes system"),
         (GENERATE, {"model": "stub", "prompt": "x", "context": [1, 2]}, 400, "context"),

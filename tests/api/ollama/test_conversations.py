@@ -15,6 +15,7 @@ from inferencecenter.api.ollama.chat import context_of, messages_in, messages_of
 from inferencecenter.api.ollama.chat_schemas import MOST_CONTEXT, OLLAMA_CHAT_FIELDS, OllamaChatRequest
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.history import plain_messages
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -25,7 +26,8 @@ HI = {"role": "user", "content": "Hi"}
 def told(*messages: dict[str, Any]) -> tuple[ChatMessage, ...]:
     """Return the messages of a request."""
     report = FieldReport(OLLAMA_CHAT_FIELDS, strict=False)
-    return messages_of(checked(OllamaChatRequest, {"model": "m", "messages": list(messages)}, context=report).messages)
+    request = checked(OllamaChatRequest, {"model": "m", "messages": list(messages)}, context=report)
+    return plain_messages(messages_of(request.messages))
 
 
 def called(*names: str, **more: Any) -> dict[str, Any]:
