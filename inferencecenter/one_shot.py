@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -16,7 +17,9 @@ from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import DEMO, ModelSpec, draft_file, not_registered, read_registry
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
+from inferencecenter.protocol.values import IMAGE_MARK, ChatMessage
 from inferencecenter.sessions.context import Principal, parse_config_params
+from inferencecenter.sessions.images.library import MAX_HELD_BYTES, ImageLibrary
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
 from inferencecenter.supervisor.engine_options import engine_options
@@ -24,7 +27,7 @@ from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus
@@ -40,10 +43,11 @@ Shown: TypeAlias = Queued | Progress | ContextShifted | Token | Reasoning | End
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneShotRequest:
-    """A prompt; with ``raw`` it is continued as plain text, after that of ``system``."""
+    """A prompt after ``images``, which are files; with ``raw`` it is continued as plain text, after ``system``."""
 
     prompt: str
     params: Mapping[str, Any]
+    images: tuple[bytes, ...] = ()
     system: str | None = None
     raw: bool = False
 
@@ -95,7 +99,8 @@ async def complete(
         InferenceCenterError: Why there is no answer.
     """
     config_params = parse_config_params(settings)
-    supervisor = _supervisor(spec, settings)
+    images = ImageLibrary(None, max_bytes=MAX_HELD_BYTES, clock=time.time)
+    supervisor = _supervisor(spec, settings, pixels=images.pixels)
     templates = TemplateProcessPool()
     turn = _Turn(on_event)
 
@@ -120,12 +125,14 @@ async def complete(
             renderers=templates,
             config_params=config_params,
             settings=SessionSettings(max_sessions=1),
+            images=images,
         )
-        turn.begin(sessions, question)
+        await turn.begin(sessions, question)
         return OneShotResult(end=await turn.ended, interrupted=turn.interrupted)
     finally:
         await supervisor.stop(suspend_deadline_s=_STOP_S)
         await templates.aclose()
+        images.close()
 
 
 class _Turn:
@@ -138,7 +145,7 @@ class _Turn:
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.interrupted = 0
 
-    def begin(self, sessions: SessionManager, question: OneShotRequest) -> None:
+    async def begin(self, sessions: SessionManager, question: OneShotRequest) -> None:
         """Open a session and submit the turn.
 
         Raises:
@@ -153,9 +160,15 @@ class _Turn:
         )
         session_id = created.session_id
         self._abort = lambda: sessions.abort(_CLIENT, requests.Abort(op="abort", session_id=session_id))
+        asked: dict[str, Any] = {"prompt": question.prompt}
+        if question.images:
+            owner = sessions.image_owner(_CLIENT, session_id)
+            images = [await sessions.images.add(owner, file, path="images") for file in question.images]
+            content = IMAGE_MARK * len(images) + question.prompt.replace(IMAGE_MARK, "\ufffd")
+            asked = {"messages": [ChatMessage(role="user", content=content, images=tuple(images))]}
         sessions.infer(
             _CLIENT,
-            requests.Infer(op="infer", session_id=session_id, prompt=question.prompt, params=dict(question.params)),
+            requests.Infer(op="infer", session_id=session_id, params=dict(question.params), **asked),
             self,
         )
 
@@ -232,7 +245,7 @@ class _OneModel:
         self.supervisor.release(session_id)
 
 
-def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
+def _supervisor(spec: ModelSpec, settings: Settings, *, pixels: Callable[[str], Awaitable[bytes | None]]) -> Supervisor:
     """Return the engine's supervisor; the VRAM calibration is used but not updated."""
     engine = spec.engine.model_copy(update={"slots": 1, "sleep_after_s": -1.0, "queue_warning": 0})
     alone = replace(spec, engine=engine)
@@ -240,4 +253,5 @@ def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
     return Supervisor(
         planner.first(engine_options(alone, KvCachePaths())),
         plan_again=planner.again,
+        pixels=pixels,
     )

@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from inferencecenter.cli.view import TurnView
-    from inferencecenter.client import Client, ClientSession, ClientTurn
+    from inferencecenter.client import Client, ClientSession, ClientTurn, MessageImage
     from inferencecenter.protocol.values import SessionSummary
 
 
@@ -61,6 +62,7 @@ _HELP: Final = """\
 /params                show the parameters of the following turns
 /params name value     set one, such as /params temperature 0.2
 /params reset          reset all of them
+/image FILE            send an image with the next question; /image alone takes all back
 /stats                 statistics of the last turn
 /help                  this list
 /quit                  quit, like Ctrl-D, and Ctrl-C at the prompt
@@ -108,6 +110,7 @@ class ChatLoop:
         self._session: ClientSession | None = None
         self._opened: list[ClientSession] = []
         self._set_aside: list[ClientSession] = []
+        self._images: list[MessageImage] = []
         self._turns: list[str] = []
         self._listed: tuple[SessionSummary, ...] = ()
         self._left: list[tuple[ClientSession, list[str]]] = []
@@ -120,6 +123,7 @@ class ChatLoop:
             "/resume": self._command_resume,
             "/close": self._command_close,
             "/params": self._command_params,
+            "/image": self._command_image,
             "/stats": self._command_stats,
             "/help": lambda _words: stdout.print(_HELP, markup=False),
         }
@@ -214,7 +218,12 @@ class ChatLoop:
             self._session = await self._create(" ".join(prompt.split())[:_TITLE_CHARS])
         session = self._session
         # The model of a resumed session may not have been loaded since the daemon started.
-        await self._read(session.infer(prompt, params=self._params or None, on_loading=self._loads))
+        images, self._images = self._images, []
+        try:
+            await self._read(session.infer(prompt, images=images, params=self._params or None, on_loading=self._loads))
+        except InferenceCenterError:
+            self._images = images
+            raise
 
     async def _create(self, title: str) -> ClientSession:
         """Open a session; at the session limit, a script closes the first one that it opened and left.
@@ -356,6 +365,21 @@ class ChatLoop:
         stdout.print(
             "\n".join(shown) or "no parameters set; the defaults of the model and the daemon apply", markup=False
         )
+
+    def _command_image(self, words: list[str]) -> None:
+        if not words:
+            self._images = []
+            return
+        path = Path(" ".join(words)).expanduser()
+        try:
+            file = path.read_bytes()
+        except OSError as error:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, f"{path} cannot be read: {error.strerror}", hint="Name an image file."
+            ) from None
+        image = self._portal.call(self._client.add_image, file)
+        self._images.append(image)
+        stdout.print(f"{path.name}: {image.width} x {image.height} pixels, sent with the next question", markup=False)
 
     def _command_stats(self, _words: list[str]) -> None:
         if self._last is None:

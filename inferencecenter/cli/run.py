@@ -9,6 +9,7 @@ import stat
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -51,6 +52,15 @@ def run(  # noqa: PLR0913 - one argument an option
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Maximum tokens of the answer.", show_default=False)
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image", help="Image file for models with a projector; may be repeated.", dir_okay=False, exists=True
+        ),
+    ] = None,
+    mmproj: Annotated[
+        Path | None, typer.Option("--mmproj", help="The model's projector.", dir_okay=False, exists=True)
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
     ] = False,
@@ -81,8 +91,16 @@ def run(  # noqa: PLR0913 - one argument an option
         stream=None if log_level else io.StringIO(),
     )
     spec = _with_overrides(chosen_model(settings, model), settings, n_ctx=n_ctx, n_gpu_layers=n_gpu_layers)
+    if mmproj is not None:
+        spec = replace(spec, mmproj=mmproj)
     try:
-        question = OneShotRequest(prompt=read_prompt(prompt), params=turn_params, system=system, raw=raw)
+        question = OneShotRequest(
+            prompt=read_prompt(prompt),
+            params=turn_params,
+            images=tuple(path.read_bytes() for path in image or ()),
+            system=system,
+            raw=raw,
+        )
         answered = _run(spec, question, settings, as_json=json)
     except BrokenPipeError:
         # The reader is gone; the flush at Python's exit would fail as well.

@@ -22,7 +22,7 @@ from inferencecenter.client.session import ClientSession
 from inferencecenter.client.turn import ClientTurn
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
-from inferencecenter.protocol.values import ChatMessage, Preset, Tool, ToolCall
+from inferencecenter.protocol.values import ChatMessage, MessageImage, Preset, Tool, ToolCall
 
 # The former names of InferOptions and ClientTurn.
 Asked = InferOptions
@@ -44,6 +44,7 @@ __all__ = [
     "ErrorCode",
     "InferOptions",
     "InferenceCenterError",
+    "MessageImage",
     "NotAllowedError",
     "NotFoundError",
     "Notice",

@@ -17,6 +17,7 @@ from inferencecenter.core.errors import ErrorCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from inferencecenter.client.answer import Answer, TurnStreamEvent
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     )
     from inferencecenter.protocol.values import (
         McpServer,
+        MessageImage,
         ModelSummary,
         Preset,
         PresetType,
@@ -219,6 +221,10 @@ class BlockingClient:
     def models(self) -> tuple[ModelSummary, ...]:
         """Return the models available to this client, sorted by name."""
         return self._call(self._client.models())
+
+    def add_image(self, file: str | Path | bytes) -> MessageImage:
+        """Upload an image that is too large for a frame."""
+        return self._call(self._client.add_image(file))
 
     def embed(
         self,

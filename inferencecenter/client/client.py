@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from array import array
@@ -44,12 +45,14 @@ from inferencecenter.protocol.values import DocumentScore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from inferencecenter.client.options import SessionOptions
     from inferencecenter.protocol.base import Event, Request
     from inferencecenter.protocol.values import (
         McpServer,
+        MessageImage,
         ModelSummary,
         Preset,
         PresetType,
@@ -184,6 +187,22 @@ class Client:
     def ended(self) -> InferenceCenterError | None:
         """Why the connection ended for good; ``None`` while it has not."""
         return self._connection.ended
+
+    async def add_image(self, file: str | Path | bytes) -> MessageImage:
+        """Upload an image that is too large for a frame; the option ``images`` of a turn takes the result.
+
+        Args:
+            file: The path of the file, or its content.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``, also without a token; ``quota_exceeded``, ``message_too_large``
+                or ``daemon_unreachable``.
+        """
+        if self._address.credential.token is None:
+            raise failure(ErrorCode.INVALID_REQUEST, "uploads need a token, and this client has an API key")
+        from inferencecenter.client.transport import upload_image  # noqa: PLC0415 - see its head
+
+        return await asyncio.to_thread(upload_image, self._address, file)
 
     @contextlib.asynccontextmanager
     async def session(self, **options: Unpack[SessionOptions]) -> AsyncIterator[ClientSession]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from base64 import b64encode
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
-from inferencecenter.client.errors import new_request
+from inferencecenter.client.errors import RequestError, new_request
+from inferencecenter.core.errors import ErrorCode
 from inferencecenter.protocol import requests
+from inferencecenter.protocol.values import MessageImage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,14 +83,33 @@ def infer_request(
     }
     if "tools" in fields:
         fields["tools"] = list(fields["tools"])
+    images = list(fields.pop("images", ()))
+    if images and messages is not None:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "images belong to a prompt, and messages have their own")
     return new_request(
         requests.Infer,
         session_id=session_id,
-        prompt=prompt,
-        messages=None if messages is None else list(messages),
+        prompt=None if images else prompt,
+        messages=[_with_images(prompt or "", images)] if images else None if messages is None else list(messages),
         traceparent=current_traceparent(),
         **fields,
     )
+
+
+ImageSource: TypeAlias = "str | Path | bytes | MessageImage"
+"""An image: the path of a file, its content, or what ``Client.add_image`` returned."""
+
+
+def _with_images(prompt: str, images: Sequence[ImageSource]) -> dict[str, Any]:
+    parts = [_image_part(image) for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": prompt}] if prompt else parts}
+
+
+def _image_part(image: ImageSource) -> dict[str, Any]:
+    if isinstance(image, MessageImage):
+        return {"type": "image", "digest": image.digest}
+    file = image if isinstance(image, bytes) else Path(image).read_bytes()
+    return {"type": "image", "data": b64encode(file).decode()}
 
 
 Messages: TypeAlias = "Sequence[ChatMessage | dict[str, Any]]"
@@ -180,6 +203,8 @@ class InferOptions(RetryOptions, total=False):
         thinking: Whether the model reasons before it answers.
         n_probs: Number of top token probabilities sent with each token.
         priority: Priority class of the turn.
+        images: Images before the prompt; see ``ImageSource``. Files are read at once, and all together are smaller than
+            a frame (``hello.limits``); for larger ones see ``Client.add_image``.
     """
 
     params: dict[str, Any] | None
@@ -192,6 +217,7 @@ class InferOptions(RetryOptions, total=False):
     thinking: bool
     n_probs: int
     priority: Priority
+    images: Sequence[ImageSource]
 
 
 def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -21,6 +26,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL, SessionEvent
 from inferencecenter.protocol.events import AnyEvent, AuthFailed, AuthSuccess, Error, Hello
+from inferencecenter.protocol.values import MessageImage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -36,6 +42,7 @@ _EVENTS: Final[Mapping[str, type[Event]]] = MappingProxyType(
 )
 _MAX_FRAME_BYTES: Final = 2**26
 _CLOSE_TIMEOUT_S: Final = 2.0
+_UPLOAD_S: Final = 120.0
 _CLOSE_FRAME_TIMEOUT_S: Final = 1.0
 _HTTP_ERRORS: Final = {401: ErrorCode.NOT_AUTHENTICATED, 403: ErrorCode.FORBIDDEN, 429: ErrorCode.RATE_LIMITED}
 
@@ -126,6 +133,34 @@ async def open_transport(address: Address) -> Transport:
     except BaseException:
         socket.transport.abort()
         raise
+
+
+def upload_image(address: Address, file: str | Path | bytes) -> MessageImage:
+    """Upload an image over HTTP; blocks.
+
+    Raises:
+        InferenceCenterError: See ``Client.add_image``.
+    """
+    data = file if isinstance(file, bytes) else Path(file).read_bytes()
+    base = address.url.removesuffix("/ws").rstrip("/")
+    request = urllib.request.Request(  # noqa: S310 - of the address that the client was made for
+        f"http{base.removeprefix('ws')}/images",
+        data=json.dumps({"data": b64encode(data).decode()}).encode(),
+        headers={"Authorization": f"Bearer {address.credential.token}", "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_UPLOAD_S, context=address.tls) as answer:  # noqa: S310 - as above
+            return MessageImage.model_validate_json(answer.read())
+    except urllib.error.HTTPError as refusal:
+        error = json.loads(refusal.read() or b"{}").get("error", {})
+        code = error.get("code")
+        raise failure(
+            ErrorCode(code) if code in set(ErrorCode) else ErrorCode.INTERNAL,
+            error.get("message", str(refusal)),
+            field=error.get("param"),
+        ) from None
+    except OSError as error:
+        raise unreachable(address.url, str(error)) from error
 
 
 def parse(text: str | bytes) -> Event | None:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from inferencecenter.engine.backend import Backend, TextCodec
+    from inferencecenter.engine.images import Projector
     from inferencecenter.engine.inbox import Command, Inbox, KvFetched
     from inferencecenter.engine.kv_cache.store import KvStore
     from inferencecenter.engine.scheduler.plan import StepOutcome, StepPlan
@@ -196,6 +197,7 @@ class CommandLoop(ABC):
         heartbeat: Counts progress; a loop that blocks, or iterates without moving anything, makes none.
         send: Sends a frame to the front; may block.
         clock: Monotonic seconds.
+        projector: The projector of a model that takes images.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only but for what it works on
@@ -207,6 +209,7 @@ class CommandLoop(ABC):
         heartbeat: Heartbeat,
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
+        projector: Projector | None = None,
     ) -> None:
         self._queue_timeout_s = options.queue_timeout_s or math.inf
         self._inbox = inbox
@@ -215,7 +218,9 @@ class CommandLoop(ABC):
         self._clock = clock
         self._pool = ThreadPoolExecutor(options.worker_threads, thread_name_prefix="worker")
         self._workers = FairWorkers(self._pool, most=options.worker_threads)
-        self._tokenizer = TokenizerService(codec, workers=self._workers, send=send, on_log=self._on_log)
+        self._tokenizer = TokenizerService(
+            codec, workers=self._workers, send=send, on_log=self._on_log, projector=projector
+        )
         self._throttle = StepThrottle(inbox, clock=clock)
         self._deadlines = Deadlines(self._is_active)
         self._memory = RssReader(clock)
@@ -389,7 +394,9 @@ class EngineLoop(CommandLoop):
         clock: Callable[[], float],
         quiet_s: float = QUIET_S,
     ) -> None:
-        super().__init__(backend, options, inbox=inbox, heartbeat=heartbeat, send=send, clock=clock)
+        super().__init__(
+            backend, options, inbox=inbox, heartbeat=heartbeat, send=send, clock=clock, projector=backend.projector
+        )
         self._backend = backend
         self._kv = kv
         self._quiet_s = quiet_s

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Backend, TextCodec
     from inferencecenter.engine.grammar_cache import CompiledGrammar, GrammarCache
-    from inferencecenter.engine.images import ImageSpan
+    from inferencecenter.engine.images import ImageSpan, Projector
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.heartbeat import Heartbeat
     from inferencecenter.ipc.messages import FromEngine, PromptSegment, Submit
@@ -332,24 +332,7 @@ class TokenizationStage:
     def _pieces(
         self, pieces: Sequence[PromptSegment], job: Job, *, first: bool, after: Sequence[int] = ()
     ) -> list[int]:
-        """Return the tokens of texts and images."""
-        tokens: list[int] = []
-        begin = 0
-        for number, piece in enumerate(pieces):
-            if piece.image is None:
-                continue
-            if self._backend.projector is None:
-                raise InferenceCenterError(
-                    ErrorCode.INVALID_REQUEST,
-                    "This model does not see images.",
-                    hint="Choose a model with a projector (mmproj).",
-                    field="images",
-                )
-            texts = job.each(pieces[begin:number])
-            tokens += self._backend.tokenize(texts, first=first, after=[*after, *tokens])
-            tokens += self._backend.projector.tokens(piece.image)
-            begin = number + 1
-        return tokens + self._backend.tokenize(job.each(pieces[begin:]), first=first, after=[*after, *tokens])
+        return tokens_of(pieces, self._backend, self._backend.projector, job, first=first, after=after)
 
     def _spans(self, submit: Submit, tokens: Sequence[int]) -> tuple[ImageSpan, ...]:
         """Return the rows of images in a prompt."""
@@ -357,6 +340,38 @@ class TokenizationStage:
         if not images or self._backend.projector is None:
             return ()
         return find_spans(tokens, images, self._backend.projector)
+
+
+def tokens_of(  # noqa: PLR0913 - what it depends on, by name
+    pieces: Sequence[PromptSegment],
+    codec: TextCodec,
+    projector: Projector | None,
+    job: Job,
+    *,
+    first: bool,
+    after: Sequence[int] = (),
+) -> list[int]:
+    """Return the tokens of texts and images; ``first`` and ``after`` are those of ``TextCodec.tokenize``.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for an image without a projector.
+    """
+    tokens: list[int] = []
+    begin = 0
+    for number, piece in enumerate(pieces):
+        if piece.image is None:
+            continue
+        if projector is None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "This model does not take images.",
+                hint="Choose a model with a projector (mmproj).",
+                field="images",
+            )
+        tokens += codec.tokenize(job.each(pieces[begin:number]), first=first, after=[*after, *tokens])
+        tokens += projector.tokens(piece.image)
+        begin = number + 1
+    return tokens + codec.tokenize(job.each(pieces[begin:]), first=first, after=[*after, *tokens])
 
 
 def no_room() -> InferenceCenterError:
@@ -377,6 +392,7 @@ class TokenizerService:
         workers: Run the lookups.
         send: Sends a frame to the front, from any thread; may raise ``ConnectionError``.
         on_log: Called with level and text, from any thread.
+        projector: The projector of a model that takes images.
     """
 
     def __init__(
@@ -386,8 +402,10 @@ class TokenizerService:
         workers: FairWorkers,
         send: Callable[[FromEngine], None],
         on_log: Callable[[str, str], None],
+        projector: Projector | None = None,
     ) -> None:
         self._backend = backend
+        self._projector = projector
         self._workers = workers
         self._jobs: dict[int, Job] = {}
         self._send = send
@@ -430,7 +448,7 @@ class TokenizerService:
                 self._send(LookupFailed(answer.lookup_id, ErrorCode.MESSAGE_TOO_LARGE.value, str(error)))
 
     def _tokenized(self, question: TokenizeRequest, job: Job) -> Tokenized | TokensCounted:
-        tokens = self._backend.tokenize(job.each(question.pieces), first=question.first)
+        tokens = tokens_of(question.pieces, self._backend, self._projector, job, first=question.first)
         if question.count_only:
             return TokensCounted(question.lookup_id, len(tokens))
         return Tokenized(question.lookup_id, pack_tokens(tokens), tuple(map(self._spelled, job.each(tokens))))

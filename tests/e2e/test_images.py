@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import base64
+import io
+import json
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from anthropic import Anthropic
+from ollama import Client as OllamaClient
 from openai import BadRequestError, OpenAI
+from PIL import Image
 
+from inferencecenter.client import Client, RequestError, TooLongError
 from tests.e2e.harness import connect_client, run_daemon, start_daemon
 from tests.engine.llama.tiny_projectors import ROWS, write_projector
 from tests.sessions.images.files import image_file
@@ -120,6 +129,7 @@ async def test_unusable_image_is_refused_and_the_session_goes_on(daemon: Daemon)
         assert end["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.slow
 def test_openai_client_sends_images(daemon: Daemon) -> None:
     """As data URLs, again with each request: they are decoded once, and their KV is found."""
     with OpenAI(base_url=f"http://127.0.0.1:{daemon.port}/v1", api_key=daemon.admin_token, max_retries=0) as client:
@@ -148,3 +158,70 @@ def test_openai_client_sends_images(daemon: Daemon) -> None:
             client.chat.completions.create(messages=messages, **options)
     assert caught.value.param == "messages.0.content.1.image_url.url"
     assert "fetches no images" in str(caught.value)
+
+
+async def test_python_client_sends_images(daemon: Daemon, tmp_path: Path) -> None:
+    """As paths, contents, and uploads for what is larger than a frame."""
+    path = tmp_path / "red.png"
+    path.write_bytes(RED)
+    noise = bytes(np.random.default_rng(1).integers(0, 256, 800 * 600 * 3, dtype=np.uint8))
+    large = io.BytesIO()
+    Image.frombytes("RGB", (800, 600), noise).save(large, "PNG")
+    async with Client(f"http://127.0.0.1:{daemon.port}", daemon.admin_token) as client, client.session() as session:
+        answer = await session.ask("What is it?", images=[path, BLUE], params=GREEDY)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens > 2 * ROWS
+        with pytest.raises(TooLongError, match="larger than"):
+            await session.ask("And now?", images=[large.getvalue()])
+        uploaded = await client.add_image(large.getvalue())
+        assert (uploaded.width, uploaded.height) == (800, 600)
+        await session.ask("And now?", images=[uploaded], params=GREEDY)
+        with pytest.raises(RequestError, match="none of a known format") as refused:
+            await client.add_image(b"no image")
+        assert refused.value.field == "data"
+        transcript = (await client.resume(session.session_id))[1].transcript or ()
+    assert [len(message.images or ()) for message in transcript] == [2, 0, 1, 0]
+
+
+@pytest.mark.slow
+def test_anthropic_and_ollama_clients_send_images(daemon: Daemon) -> None:
+    """Each in its own form, with the same prompt."""
+    base_url = f"http://127.0.0.1:{daemon.port}"
+    source: Any = {"type": "base64", "media_type": "image/png", "data": image(RED)["data"]}
+    blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    asked: Any = {"model": "demo", "messages": [{"role": "user", "content": blocks}]}
+    with Anthropic(base_url=base_url, auth_token=daemon.admin_token, max_retries=0) as anthropic:
+        message = anthropic.messages.create(max_tokens=8, **asked)
+        counted = anthropic.messages.count_tokens(**asked)
+    assert message.usage.input_tokens == counted.input_tokens > ROWS
+    with OllamaClient(base_url, headers={"Authorization": f"Bearer {daemon.admin_token}"}) as ollama:
+        chat = ollama.chat("demo", [{"role": "user", "content": "What is it?", "images": [RED]}])
+        prompt = ollama.generate("demo", "What is it?", images=[RED])
+    assert chat.prompt_eval_count == prompt.prompt_eval_count == counted.input_tokens
+
+
+@pytest.mark.slow
+def test_commands_send_images(daemon: Daemon, tmp_path: Path, demo_model_path: Path, projector: Path) -> None:
+    """``chat`` with the next question, ``run`` without a daemon."""
+    path = tmp_path / "a red.png"
+    path.write_bytes(RED)
+    command = [sys.executable, "-m", "inferencecenter"]
+    environment = {**os.environ, "INFERENCECENTER_STATE_DIR": str(daemon.state_dir)}
+    chat = subprocess.run(
+        [*command, "chat", "--url", daemon.url, "--token", daemon.admin_token],
+        input=f"/image {path}\nWhat is it?\n/image {tmp_path}/none.png\n",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, answer = chat.stdout.splitlines()[:2]
+    assert first == "a red.png: 64 x 48 pixels, sent with the next question"
+    assert answer
+    assert "none.png cannot be read" in chat.stderr
+    run = [*command, "run", str(demo_model_path), "What is it?", "--image", str(path), "--json", "--max-tokens", "4"]
+    done = subprocess.run([*run, "--mmproj", str(projector)], env=environment, capture_output=True, check=True)
+    assert json.loads(done.stdout)["usage"]["prompt_tokens"] > ROWS
+    blind = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert blind.returncode == 64
+    assert "does not take images" in blind.stderr

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.api.plain import generate, shares, tokens
+from inferencecenter.api.plain import generate, images, shares, tokens
 
 if TYPE_CHECKING:
     from inferencecenter.api.endpoint import Operation
 
-OPERATIONS: Final[tuple[Operation, ...]] = (generate.OPERATION, *tokens.OPERATIONS, shares.OPERATION)
+OPERATIONS: Final[tuple[Operation, ...]] = (generate.OPERATION, *tokens.OPERATIONS, shares.OPERATION, images.OPERATION)

@@ -168,8 +168,8 @@ class ImageLibrary:
             )
         return [await self._resolved(owner, index, message) for index, message in enumerate(messages)]
 
-    async def add(self, owner: ImageOwner, file: bytes) -> MessageImage:
-        """Decode and keep an image file, or find it by its digest.
+    async def add(self, owner: ImageOwner, file: bytes, *, path: str) -> MessageImage:
+        """Decode and keep an image file, or find it by its digest; ``path`` is its field in errors.
 
         Raises:
             InferenceCenterError: See ``resolve``.
@@ -177,21 +177,14 @@ class ImageLibrary:
         digest = await self._decoder.run(owner.client_id, lambda: hashlib.sha256(file).hexdigest())
         if (known := await self._find(owner, digest)) is not None:
             return known
-        decoded = await self._decoder.run(owner.client_id, partial(self._decoded, file))
-        image = decoded.image
-        if owner.stored and self._file is not None:
-            now, store = self._clock(), self._file
-            await self._disk.run(
-                owner.client_id,
-                lambda: store.add(owner.client_id, image, file, now=now, max_bytes=self._max_bytes),
-            )
-            self._n_added += 1
-            if self._n_added % _COLLECT_EVERY == 1:
-                await self._disk.run(owner.client_id, partial(store.collect, now=now))
-        else:
-            self._hold(owner, image, file)
-        self._keep_pixels(image.digest, decoded.pixels)
-        return image
+        try:
+            decoded = await self._decoder.run(owner.client_id, partial(self._decoded, file))
+        except InferenceCenterError as error:
+            error.field = path
+            raise
+        await self._keep(owner, decoded.image, file)
+        self._keep_pixels(digest, decoded.pixels)
+        return decoded.image
 
     async def read(self, client_id: str, digest: str) -> tuple[MessageImage, bytes]:
         """Return an image that a client may see, and its file.
@@ -265,17 +258,24 @@ class ImageLibrary:
                 images.append(await self._known(owner, part.digest, f"{where}.digest"))
             else:
                 file = await self._decoder.run(owner.client_id, partial(_unpacked, part.data or "", f"{where}.data"))
-                try:
-                    images.append(await self.add(owner, file))
-                except InferenceCenterError as error:
-                    error.field = f"{where}.data"
-                    raise
+                images.append(await self.add(owner, file, path=f"{where}.data"))
         return ChatMessage(
             role=message.role,
             content="".join(texts),
             images=tuple(images) or None,
             tool_call_id=message.tool_call_id,
         )
+
+    async def _keep(self, owner: ImageOwner, image: MessageImage, file: bytes) -> None:
+        if not owner.stored or (store := self._file) is None:
+            self._hold(owner, image, file)
+            return
+        now = self._clock()
+        add = partial(store.add, owner.client_id, image, file, now=now, max_bytes=self._max_bytes)
+        await self._disk.run(owner.client_id, add)
+        self._n_added += 1
+        if self._n_added % _COLLECT_EVERY == 1:
+            await self._disk.run(owner.client_id, partial(store.collect, now=now))
 
     async def _known(self, owner: ImageOwner, digest: str, path: str) -> MessageImage:
         if (image := await self._find(owner, digest)) is None:
@@ -284,18 +284,21 @@ class ImageLibrary:
 
     async def _find(self, owner: ImageOwner, digest: str) -> MessageImage | None:
         """Return an image that the client has sent before, which is kept for the owner from now on."""
-        held = self._held.get((owner.client_id, owner.session_id))
-        if held is not None and digest in held.files:
-            held.files.move_to_end(digest)
-            return held.files[digest][0]
+        for session_id in dict.fromkeys((owner.session_id, "")):
+            held = self._held.get((owner.client_id, session_id))
+            if held is not None and digest in held.files:
+                held.files.move_to_end(digest)
+                image, file = held.files[digest]
+                if session_id != owner.session_id:
+                    await self._keep(owner, image, file)
+                return image
         if (store := self._file) is None:
             return None
-        find = partial(store.find, owner.client_id, digest, now=self._clock())
-        image = await self._disk.run(owner.client_id, find)
-        if image is not None and not owner.stored:
-            file = await self._disk.run(owner.client_id, partial(store.read, digest))
-            self._hold(owner, image, file or b"")
-        return image
+        stored = await self._disk.run(owner.client_id, partial(store.find, owner.client_id, digest, now=self._clock()))
+        if stored is not None and not owner.stored:
+            content = await self._disk.run(owner.client_id, partial(store.read, digest))
+            self._hold(owner, stored, content or b"")
+        return stored
 
     async def _file_of(self, digest: str) -> bytes | None:
         for held in self._held.values():
