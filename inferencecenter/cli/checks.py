@@ -145,7 +145,7 @@ def placement(settings: Settings) -> list[Check]:
         if not devices:
             return []
         spec = default_model(settings)
-        shape = read_shape(spec.path, spec.lora, spec.draft)
+        shape = read_shape(spec.path, spec.lora, spec.draft, spec.mmproj)
         placement_plan = plan(shape, devices, read_host(), constraints_of(spec.engine, settings.gpu, shape, spec.kind))
     except InferenceCenterError as error:
         return [Check("plan", CheckResult.FAILED, error.message, error.hint or "", error.code)]

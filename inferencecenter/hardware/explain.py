@@ -38,6 +38,7 @@ def reasons(
         *experts,
         *adapters,
         *((Reason("draft", model.draft.name, _why_draft(model.draft, chosen), explicit=True),) if model.draft else ()),
+        *_projector_reasons(model, chosen),
         *(_embedding_reasons(model, chosen) if constraints.embeds else _turn_reasons(model, chosen, constraints)),
         Reason(
             "n_threads",
@@ -219,6 +220,14 @@ def _why_experts(model: ModelShape, chosen: Placement) -> str:
 def _why_lora(chosen: Placement) -> str:
     where = "on GPUs for offloaded layers" if chosen.n_gpu_layers else "in host memory"
     return f"{_SET}; adapters count as weights of their layers, {where}"
+
+
+def _projector_reasons(model: ModelShape, chosen: Placement) -> tuple[Reason, ...]:
+    if (projector := model.projector) is None:
+        return ()
+    where = f"on {chosen.devices[0].name}" if chosen.n_gpu_layers and chosen.devices else "in host memory"
+    why = f"{_SET}; {mib(projector.weight_bytes)} of weights, and {mib(projector.compute_bytes)} for an image, {where}"
+    return (Reason("mmproj", projector.name, why, explicit=True),)
 
 
 def _why_draft(draft: ModelShape, chosen: Placement) -> str:

@@ -108,6 +108,19 @@ class LayerShape:
         return self.dense_bytes + self.expert_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class ProjectorShape:
+    """The memory of a projector: its weights, and what encoding an image takes."""
+
+    name: str
+    weight_bytes: int
+    compute_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.compute_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The properties of a model that determine its memory and placement.
@@ -121,6 +134,7 @@ class ModelShape:
         digest: A hex digest that is equal for equal headers.
         adapter_bytes: LoRA adapters, which are counted among the layers' weights.
         draft: The model that drafts tokens for it, in the same process.
+        projector: Its projector, if it takes images.
     """
 
     paths: tuple[Path, ...]
@@ -143,6 +157,7 @@ class ModelShape:
     digest: str
     adapter_bytes: int = 0
     draft: ModelShape | None = None
+    projector: ProjectorShape | None = None
 
     @cached_property
     def bytes(self) -> int:
@@ -189,6 +204,26 @@ def _describe(file: GgufFile) -> ModelShape:
         tied=tied,
         layers=layers,
         digest=_digest(file),
+    )
+
+
+def describe_projector(file: GgufFile) -> ProjectorShape:
+    """Return the shape of a projector.
+
+    A pass of its transformer holds, for each patch, one row of the widest part and about four of the embedding's width;
+    without flash attention also a score for each head and pair of patches. Measured with three usual shapes, of 576 to
+    1,024 patches: 17.05 and 23.27 MiB are estimated as 18.0 and 24.8 MiB, and the scores are added.
+    """
+
+    def number(name: str) -> int:
+        value = file.metadata.get(f"clip.vision.{name}", 0)
+        return value if isinstance(value, int) else 0
+
+    patches = (number("image_size") // max(1, number("patch_size"))) ** 2
+    rows = 4 * patches * (number("feed_forward_length") + 4 * number("embedding_length"))
+    scores = 4 * patches**2 * number("attention.head_count")
+    return ProjectorShape(
+        name=_name(file), weight_bytes=sum(tensor.bytes for tensor in file.tensors), compute_bytes=rows + scores
     )
 
 

@@ -61,7 +61,8 @@ def place(  # noqa: PLR0913 - what is placed, and where
     """Place the layers of ``division`` on the devices, in proportion to their room.
 
     The division is ``n_gpu_layers`` in llama.cpp's counting, and the number of layers on GPUs whose experts stay on the
-    host. A draft model is as a whole on the first device, or in the host's memory.
+    host. A draft model is as a whole on the first device, or in the host's memory. A projector is on the first device
+    if any layer is on one, since llama.cpp loads it there: it takes room of layers.
     """
     n_gpu_layers, experts_in_host = division
     start = first_on_gpu(model, n_gpu_layers)
@@ -74,6 +75,9 @@ def place(  # noqa: PLR0913 - what is placed, and where
     drafting, host_drafting = _draft_demand(model.draft, setup, on_gpu=draft_on_gpu)
     if draft_on_gpu:
         available[0] -= drafting.bytes
+    projecting, host_projecting = _projector_demand(model, on_gpu=bool(devices and n_gpu_layers))
+    if devices:
+        available[0] -= projecting.bytes
     sizes = [weights + kv for weights, kv in units]
     counts = None
     if constraints.tensor_split and len(devices) == len(constraints.tensor_split):
@@ -93,22 +97,24 @@ def place(  # noqa: PLR0913 - what is placed, and where
         demand=Demand(
             devices=tuple(
                 DeviceDemand(
-                    weight_bytes=sum(weights for weights, _ in own) + added.weight_bytes,
-                    kv_bytes=sum(kv for _, kv in own) + added.kv_bytes,
-                    compute_bytes=buffer + added.compute_bytes,
+                    weight_bytes=sum(weights for weights, _ in own) + sum(each.weight_bytes for each in added),
+                    kv_bytes=sum(kv for _, kv in own) + sum(each.kv_bytes for each in added),
+                    compute_bytes=buffer + sum(each.compute_bytes for each in added),
                     context_bytes=CONTEXT_BYTES,
                 )
                 for own, buffer, added in zip(
-                    _cut(units, counts), buffers, chain([drafting], repeat(NO_DEMAND)), strict=False
+                    _cut(units, counts), buffers, chain([(drafting, projecting)], repeat(())), strict=False
                 )
             ),
             host_weight_bytes=_host_weight_bytes(model, start, experts_in_host, output=n_gpu_layers == 0)
-            + host_drafting.weight_bytes,
+            + host_drafting.weight_bytes
+            + host_projecting.weight_bytes,
             host_kv_bytes=sum(kv_bytes(layer, setup) for layer in model.layers[:start]) + host_drafting.kv_bytes,
             host_compute_bytes=host_compute_bytes(
                 model, setup, n_devices=len(devices), overlaps=len(devices) > 1 and not (start or experts_in_host)
             )
-            + host_drafting.compute_bytes,
+            + host_drafting.compute_bytes
+            + host_projecting.compute_bytes,
         ),
         fits=fits or not devices,
         draft_on_gpu=draft_on_gpu,
@@ -133,6 +139,14 @@ def _draft_demand(draft: ModelShape | None, setup: RuntimeConfig, *, on_gpu: boo
         replace(whole, weight_bytes=layers_bytes + draft.output_bytes),
         replace(NO_DEMAND, weight_bytes=draft.embedding_bytes, compute_bytes=exchanged),
     )
+
+
+def _projector_demand(model: ModelShape, *, on_gpu: bool) -> tuple[DeviceDemand, DeviceDemand]:
+    """Return the projector's memory on a GPU and on the host."""
+    if model.projector is None:
+        return NO_DEMAND, NO_DEMAND
+    whole = replace(NO_DEMAND, weight_bytes=model.projector.weight_bytes, compute_bytes=model.projector.compute_bytes)
+    return (whole, NO_DEMAND) if on_gpu else (NO_DEMAND, whole)
 
 
 def first_on_gpu(model: ModelShape, n_gpu_layers: int) -> int:

@@ -17,7 +17,7 @@ from inferencecenter.hardware import nvml
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.memory import read_host
-from inferencecenter.hardware.model_shape import describe, with_adapters
+from inferencecenter.hardware.model_shape import describe, describe_projector, with_adapters
 from inferencecenter.hardware.placement import MIB, PlacementConstraints, margin_bytes
 from inferencecenter.hardware.split import CONTEXT_BYTES, USUAL_N_UBATCH, plan
 from inferencecenter.ipc.port import EngineState
@@ -108,14 +108,18 @@ def lora_bytes(paths: Iterable[Path]) -> int:
     return total
 
 
-def read_shape(path: Path, lora: Iterable[LoraSettings] = (), draft: Path | None = None) -> ModelShape:
-    """Read the shape of a model with its adapters and its draft model from the headers of the files.
+def read_shape(
+    path: Path, lora: Iterable[LoraSettings] = (), draft: Path | None = None, mmproj: Path | None = None
+) -> ModelShape:
+    """Read the shape of a model with its adapters, its draft model and its projector from the headers of the files.
 
     Raises:
         InferenceCenterError: ``invalid_model_file``.
     """
     shape = with_adapters(describe(read_gguf(path)), lora_bytes(each.path for each in lora))
-    return shape if draft is None else replace(shape, draft=describe(read_gguf(draft)))
+    if draft is not None:
+        shape = replace(shape, draft=describe(read_gguf(draft)))
+    return shape if mmproj is None else replace(shape, projector=describe_projector(read_gguf(mmproj)))
 
 
 class Planner:
@@ -261,7 +265,8 @@ class Planner:
             try:
                 with foreign_input(partial(_unplannable, options)):
                     draft = Path(options.draft_path) if options.draft_path else None
-                    self._model = read_shape(Path(options.model_path), options.lora, draft)
+                    mmproj = Path(options.mmproj_path) if options.mmproj_path else None
+                    self._model = read_shape(Path(options.model_path), options.lora, draft, mmproj)
                     if options.kind != "chat":
                         self._constraints = embedding_constraints(self._constraints, self._model)
             except InferenceCenterError as error:

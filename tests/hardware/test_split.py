@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from inferencecenter.hardware import split
 from inferencecenter.hardware.footprint import RuntimeConfig
-from inferencecenter.hardware.model_shape import with_adapters
+from inferencecenter.hardware.model_shape import ProjectorShape, with_adapters
 from inferencecenter.hardware.placement import (
     MIB,
     Device,
@@ -530,3 +530,24 @@ def test_draft_model_displaces_no_layer_from_a_gpu(shape_of: ShapeOf) -> None:
         assert (made.n_gpu_layers, made.setup.slots) == (plain.n_gpu_layers, plain.setup.slots)
         assert made.draft_device == ""
         assert "no GPU has room" in next(each.why for each in made.reasons if each.name == "draft")
+
+
+def test_projector_takes_the_room_of_layers(shape_of: ShapeOf) -> None:
+    """It is on the GPU with the layers, or in host memory without any; the plan says how much it takes."""
+    alone = shape_of("llama3.1-8b")
+    projector = ProjectorShape("vit", weight_bytes=600 * MIB, compute_bytes=40 * MIB)
+    seeing = replace(alone, projector=projector)
+    plain, made = (plan(model, gpus(24), HOST, PlacementConstraints(n_ctx=4096)) for model in (alone, seeing))
+    (before,), (after,) = plain.demand.devices, made.demand.devices
+    assert made.setup == plain.setup
+    assert after.weight_bytes - before.weight_bytes == projector.weight_bytes
+    assert after.compute_bytes - before.compute_bytes == projector.compute_bytes
+    assert made.demand.host_bytes == plain.demand.host_bytes
+    (reason,) = (each for each in made.reasons if each.name == "mmproj")
+    assert (reason.value, reason.explicit) == ("vit", True)
+    assert "600 MiB of weights, and 40 MiB for an image, on" in reason.why
+    fewer = [plan(model, gpus(5), HOST, PlacementConstraints()).n_gpu_layers for model in (alone, seeing)]
+    assert fewer[1] < fewer[0]
+    host = plan(seeing, (), HOST, PlacementConstraints())
+    assert host.demand.host_bytes - plan(alone, (), HOST, PlacementConstraints()).demand.host_bytes == projector.bytes
+    assert "in host memory" in next(each.why for each in host.reasons if each.name == "mmproj")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -21,13 +22,13 @@ from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import BufferUse
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.engine_status import with_fewer_layers
-from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.planning import Planner, read_shape
 from inferencecenter.supervisor.supervisor import Supervisor
+from tests.engine.llama.tiny_projectors import write_projector
 from tests.supervisor.stub_engine import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 GIB = 1024 * MIB
 CARD = Device(id="0000:01:00.0", name="GTX 1060", free_bytes=3 * GIB, total_bytes=3 * GIB, index=0)
@@ -113,6 +114,22 @@ def test_plan_includes_the_draft_model(tmp_path: Path, options: EngineOptions) -
     with capture_logs() as logs:
         assert Machine(devices=()).planner(tmp_path).first(missing).draft_device == ""
     assert [line["event"] for line in logs] == ["plan_impossible"]
+
+
+def test_plan_includes_the_projector(tmp_path: Path, options: EngineOptions) -> None:
+    """Its size is read from its header."""
+    mmproj = tmp_path / "mmproj.gguf"
+    write_projector(mmproj, n_embd=64)
+    shape = read_shape(Path(options.model_path), mmproj=mmproj)
+    assert shape.projector is not None
+    assert shape.projector.name == "tiny projector"
+    # 16 patches of at most 64 + 4 * 32 numbers, and a score for each of two heads and each pair of them.
+    assert shape.projector.compute_bytes == 4 * (16 * (64 + 4 * 32) + 16 * 16 * 2)
+    assert 50_000 < shape.projector.weight_bytes < mmproj.stat().st_size
+    reported = Machine().planner(tmp_path)
+    reported.first(options.replace(mmproj_path=str(mmproj)))
+    assert reported.report is not None
+    assert "mmproj" in [reason.name for reason in reported.report.reasons]
 
 
 def test_defaults_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
