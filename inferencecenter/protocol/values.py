@@ -616,6 +616,7 @@ class ModelSummary(Value):
         default=None, description="Whether its file has a chat template; a base model has none, and continues text."
     )
     load_fraction: float | None = Field(default=None, description="Fraction that is loaded, while it is `loading`.")
+    vision: bool = Field(default=False, description="Whether it takes images.")
 
 
 class PullSummary(Value):

@@ -56,11 +56,11 @@ def _not_planned(name: str, reason: str) -> InferenceCenterError:
     )
 
 
-def summary(name: str, model: ManagedModel | None, *, default: bool, kind: ModelKind) -> ModelSummary:
+def summary(name: str, model: ManagedModel | None, *, default: bool, kind: ModelKind, vision: bool) -> ModelSummary:
     """Return a model's entry in a list; ``None`` is a model that was never requested."""
     status = model.supervisor.status if model else None
     if status is None:
-        return ModelSummary(name=name, default=default, kind=kind, state="unloaded")
+        return ModelSummary(name=name, default=default, kind=kind, vision=vision, state="unloaded")
     loaded = status.model
     fraction = round(status.load_fraction, 2) if _STATES.get(status.state) == "loading" else None
     if loaded is None:
@@ -68,6 +68,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
             name=name,
             default=default,
             kind=kind,
+            vision=vision,
             state=_STATES.get(status.state, "unloaded"),
             detail=status.detail,
             load_fraction=fraction,
@@ -76,6 +77,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
         name=name,
         default=default,
         kind=kind,
+        vision=vision,
         state=_STATES.get(status.state, "asleep"),
         detail=status.detail,
         n_ctx=loaded.n_ctx,
@@ -200,7 +202,13 @@ class ModelManager:
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return all models, by name."""
         return tuple(
-            summary(name, self._models.get(name), default=name == self._default, kind=self.spec_of(name).kind)
+            summary(
+                name,
+                self._models.get(name),
+                default=name == self._default,
+                kind=self.spec_of(name).kind,
+                vision=self.sees(name),
+            )
             for name in self.names
         )
 

@@ -116,6 +116,16 @@ async def test_image_survives_kills_of_engine_and_daemon(
     assert answers == expected
 
 
+async def test_models_that_take_images_are_listed_as_such(daemon: Daemon) -> None:
+    """In every API that has a place for it."""
+    async with connect_client(daemon) as client:
+        (model,) = (await client.ask(op="list_models"))["models"]
+    assert model["vision"]
+    pages = {path: json.loads(daemon.get(path)[1]) for path in ("/v1/models", "/props")}
+    assert "vision" in pages["/v1/models"]["data"][0]["capabilities"]
+    assert pages["/props"]["modalities"] == {"vision": True, "audio": False}
+
+
 async def test_unusable_image_is_refused_and_the_session_goes_on(daemon: Daemon) -> None:
     """The error names the part."""
     async with connect_client(daemon) as client:

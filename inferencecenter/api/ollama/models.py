@@ -165,7 +165,7 @@ class ShownModel(AnswerModel):
     )
     details: OllamaDetails = Field(description="Properties of its file.")
     model_info: dict[str, Any] = Field(description="Metadata of the file; lists are null.")
-    capabilities: list[Literal["completion", "embedding", "tools", "thinking", "insert"]] = Field(
+    capabilities: list[Literal["completion", "vision", "embedding", "tools", "thinking", "insert"]] = Field(
         description="What it does; tools and thinking are those that its template mentions, insert those that its file "
         "or, once it is loaded, its vocabulary has tokens for."
     )
@@ -355,7 +355,7 @@ def _capabilities(spec: ModelSpec, template: str, *, inserts: bool) -> list[str]
     if spec.kind != "chat":
         return ["embedding"] if spec.kind == "embedding" else []
     thinks = "enable_thinking" in template or "<think>" in template
-    found = {"tools": "tools" in template, "thinking": thinks, "insert": inserts}
+    found = {"vision": spec.mmproj is not None, "tools": "tools" in template, "thinking": thinks, "insert": inserts}
     return ["completion", *(name for name, has in found.items() if has)]
 
 

@@ -95,7 +95,7 @@ async def props(call: Call) -> Reply:
         chat_template=model.chat_template,
         bos_token=model.bos_token,
         eos_token=model.eos_token,
-        modalities=Modalities(vision=False, audio=False),
+        modalities=Modalities(vision=model.sees, audio=False),
         build_info=f"inferencecenter-{inferencecenter.__version__}",
         is_sleeping=context.models.status.state is EngineState.ASLEEP,
     )

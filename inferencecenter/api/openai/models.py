@@ -44,7 +44,7 @@ class Model(BaseModel, defer_build=True):
     state: Literal["unloaded", "loading", "loaded", "asleep", "failed"] = Field(
         description="Its state; a request loads a model that is `unloaded` or `asleep`."
     )
-    capabilities: tuple[Literal["chat", "completion", "embedding", "rerank"], ...] = Field(
+    capabilities: tuple[Literal["chat", "completion", "vision", "embedding", "rerank"], ...] = Field(
         description="Its capabilities."
     )
     context_length: int | None = Field(description="Tokens of prompt and answer; null before it was loaded.")
@@ -61,7 +61,7 @@ class ModelMeta(BaseModel, defer_build=True):
     size: int = Field(description="Bytes of its weights.")
 
 
-_CAPABILITIES: Final[dict[str, tuple[Literal["chat", "completion", "embedding", "rerank"], ...]]] = {
+_CAPABILITIES: Final[dict[str, tuple[Literal["chat", "completion", "vision", "embedding", "rerank"], ...]]] = {
     "chat": ("chat", "completion"),
     "embedding": ("embedding",),
     "reranking": ("rerank",),
@@ -120,7 +120,7 @@ def _model(context: ServerContext, summary: ModelSummary) -> Model:
         created_at=datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         aliases=tuple(alias for alias, of in models.aliases.items() if of == name),
         state=summary.state,
-        capabilities=_CAPABILITIES[models.kind_of(name)],
+        capabilities=(*_CAPABILITIES[models.kind_of(name)], *(("vision",) if models.sees(name) else ())),
         context_length=info and info.n_ctx,
         max_model_len=info and info.n_ctx,
         meta=meta,

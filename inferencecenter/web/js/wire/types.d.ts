@@ -539,6 +539,8 @@ export interface ModelSummary {
   has_chat_template?: boolean;
   /** Fraction that is loaded, while it is `loading`. */
   load_fraction?: number;
+  /** Whether it takes images. */
+  vision: boolean;
 }
 
 /** A value chosen by a plan, and why. */
