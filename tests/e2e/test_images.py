@@ -121,9 +121,13 @@ async def test_models_that_take_images_are_listed_as_such(daemon: Daemon) -> Non
     async with connect_client(daemon) as client:
         (model,) = (await client.ask(op="list_models"))["models"]
     assert model["vision"]
-    pages = {path: json.loads(daemon.get(path)[1]) for path in ("/v1/models", "/props")}
-    assert "vision" in pages["/v1/models"]["data"][0]["capabilities"]
-    assert pages["/props"]["modalities"] == {"vision": True, "audio": False}
+    with OpenAI(base_url=f"http://127.0.0.1:{daemon.port}", api_key=daemon.admin_token, max_retries=0) as http:
+        models = http.get("/v1/models", cast_to=object)
+        properties = http.get("/props", cast_to=object)
+    assert isinstance(models, dict)
+    assert isinstance(properties, dict)
+    assert "vision" in models["data"][0]["capabilities"]
+    assert properties["modalities"] == {"vision": True, "audio": False}
 
 
 async def test_unusable_image_is_refused_and_the_session_goes_on(daemon: Daemon) -> None:
