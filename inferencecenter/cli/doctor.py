@@ -63,7 +63,7 @@ def show_plan(
     models = read_registry(settings).models
     spec = next((each for each in models.values() if each.path == expand(model)), None)
     draft = spec.draft if spec else draft_file(settings.engine, models, of=model.name)
-    shape = read_shape(model, draft=draft, mmproj=spec.mmproj if spec else None)
+    shape = read_shape(model, spec.lora if spec else (), draft, spec.mmproj if spec else None)
     constraints = constraints_of(settings.engine, settings.gpu, shape, spec.kind if spec else kind_of_file(model))
     devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices, settings.gpu.rpc_servers)
     host = read_host()

@@ -225,7 +225,10 @@ def _why_lora(chosen: Placement) -> str:
 def _projector_reasons(model: ModelShape, chosen: Placement) -> tuple[Reason, ...]:
     if (projector := model.projector) is None:
         return ()
-    where = f"on {chosen.devices[0].name}" if chosen.n_gpu_layers and chosen.devices else "in host memory"
+    if chosen.projector_on_gpu:
+        where = f"on {chosen.devices[0].name}"
+    else:
+        where = "in host memory" + (", as no GPU has room for them" if chosen.devices else "")
     why = f"{_SET}; {mib(projector.weight_bytes)} of weights, and {mib(projector.compute_bytes)} for an image, {where}"
     return (Reason("mmproj", projector.name, why, explicit=True),)
 

@@ -119,6 +119,7 @@ class Placement:
         cpu_tensors: Patterns of names of tensors that stay on the host although their layer does not.
         experts_in_host: Number of layers on GPUs whose experts stay on the host.
         draft_on_gpu: Whether the draft model, if there is one, is on the first GPU.
+        projector_on_gpu: Whether the projector, if there is one, is.
     """
 
     setup: RuntimeConfig
@@ -130,6 +131,7 @@ class Placement:
     demand: Demand
     fits: bool
     draft_on_gpu: bool = False
+    projector_on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ class PlacementPlan:
         experts_in_host: Number of layers on GPUs whose experts stay on the host.
         cpu_tensors: Patterns of names of tensors that stay in the host's memory although their layer does not.
         draft_device: The GPU that the draft model is on; empty for the host's memory.
+        mmproj_device: The GPU that the projector is on, likewise.
         fits: Whether all of it fits. If not, configured values were kept all the same.
         demand: The memory on each GPU and on the host.
         reasons: Each number with its reason.
@@ -170,6 +173,7 @@ class PlacementPlan:
     experts_in_host: int
     cpu_tensors: tuple[str, ...]
     draft_device: str
+    mmproj_device: str
     n_threads: int
     fits: bool
     demand: Demand

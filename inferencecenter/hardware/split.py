@@ -57,12 +57,12 @@ def place(  # noqa: PLR0913 - what is placed, and where
     constraints: PlacementConstraints,
     *,
     draft_on_gpu: bool = False,
+    projector_on_gpu: bool = False,
 ) -> Placement:
     """Place the layers of ``division`` on the devices, in proportion to their room.
 
     The division is ``n_gpu_layers`` in llama.cpp's counting, and the number of layers on GPUs whose experts stay on the
-    host. A draft model is as a whole on the first device, or in the host's memory. A projector is on the first device
-    if any layer is on one, since llama.cpp loads it there: it takes room of layers.
+    host. A draft model and a projector are each as a whole on the first device, or in the host's memory.
     """
     n_gpu_layers, experts_in_host = division
     start = first_on_gpu(model, n_gpu_layers)
@@ -75,8 +75,8 @@ def place(  # noqa: PLR0913 - what is placed, and where
     drafting, host_drafting = _draft_demand(model.draft, setup, on_gpu=draft_on_gpu)
     if draft_on_gpu:
         available[0] -= drafting.bytes
-    projecting, host_projecting = _projector_demand(model, on_gpu=bool(devices and n_gpu_layers))
-    if devices:
+    projecting, host_projecting = _projector_demand(model, on_gpu=projector_on_gpu)
+    if projector_on_gpu:
         available[0] -= projecting.bytes
     sizes = [weights + kv for weights, kv in units]
     counts = None
@@ -118,6 +118,7 @@ def place(  # noqa: PLR0913 - what is placed, and where
         ),
         fits=fits or not devices,
         draft_on_gpu=draft_on_gpu,
+        projector_on_gpu=projector_on_gpu,
     )
 
 
@@ -264,7 +265,8 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: 
         tuple(devices) if constraints.main_gpu < 0 else tuple(devices[constraints.main_gpu : constraints.main_gpu + 1])
     )
     search = _Search(model, usable, host, constraints)
-    fitting = search.best()
+    fitting = search.best(projector_on_gpu=True) if model.projector is not None else None
+    fitting = fitting or search.best()
     chosen = fitting or search.last_resort()
     n_threads = threads(model, chosen, host, constraints)
     return PlacementPlan(
@@ -278,6 +280,7 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: 
         experts_in_host=chosen.experts_in_host,
         cpu_tensors=chosen.cpu_tensors,
         draft_device=chosen.devices[0].id if chosen.draft_on_gpu else "",
+        mmproj_device=chosen.devices[0].id if chosen.projector_on_gpu else "",
         n_threads=n_threads,
         fits=fitting is not None,
         demand=chosen.demand,
@@ -315,6 +318,7 @@ class _Search:
         self._model = model
         self._host = host
         self._constraints = constraints
+        self._projector_on_gpu = False
         by_size = sorted(devices, key=lambda device: (device.remote, -device.free_bytes))
         # As few GPUs as possible: a single one needs no transfers. Those of this machine first.
         self._teams = [
@@ -325,8 +329,12 @@ class _Search:
         elif constraints.split_mode == "none":
             self._teams = self._teams[:1]
 
-    def best(self) -> Placement | None:
-        """Return the placement with the most layers on GPUs, then the fewest reductions; ``None`` if none fits."""
+    def best(self, *, projector_on_gpu: bool = False) -> Placement | None:
+        """Return the placement with the most layers on GPUs, then the fewest reductions; ``None`` if none fits.
+
+        With ``projector_on_gpu`` the projector is on the first GPU if any layer is on one, and takes room of layers.
+        """
+        self._projector_on_gpu = projector_on_gpu
         usual = self._constraints.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
         n_ctx = usual
         while True:
@@ -365,13 +373,22 @@ class _Search:
         if self._model.draft is None or not placement.devices:
             return placement
         division = (placement.n_gpu_layers, placement.experts_in_host)
-        moved = place(self._model, placement.setup, placement.devices, division, self._constraints, draft_on_gpu=True)
+        moved = place(
+            self._model,
+            placement.setup,
+            placement.devices,
+            division,
+            self._constraints,
+            draft_on_gpu=True,
+            projector_on_gpu=placement.projector_on_gpu,
+        )
         return moved if moved.fits and self._host_holds(moved) else placement
 
     def _fit(self, setup: RuntimeConfig, division: tuple[int, int]) -> Placement | None:
         """Return the placement on the first set of GPUs that holds it."""
         for team in self._teams if division[0] else [()]:
-            placement = place(self._model, setup, team, division, self._constraints)
+            seeing = self._projector_on_gpu and bool(team)
+            placement = place(self._model, setup, team, division, self._constraints, projector_on_gpu=seeing)
             if placement.fits and self._host_holds(placement):
                 return placement
         return None
@@ -394,6 +411,7 @@ class _Search:
                 division,
                 constraints,
                 draft_on_gpu=placement.draft_on_gpu,
+                projector_on_gpu=placement.projector_on_gpu,
             )
             if more.fits and self._host_holds(more):
                 return more

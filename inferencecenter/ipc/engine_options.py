@@ -31,10 +31,10 @@ class EngineOptions(EngineSettings):
     """The settings of one engine process; of those the settings leave open, these have a value.
 
     ``lora`` are adapters on top of the model. ``draft_path`` is the file of the draft model, empty without one, and
-    ``draft_device`` the GPU that it is on, empty for the host's memory. ``mmproj_path`` is
-    the file of the projector, empty for a model that does not see. ``devices`` names the GPUs in use, all if
-    empty; ``tensor_split`` are their shares of the layers, ``cpu_tensors`` patterns of names of tensors that stay in
-    the host's memory. Without the GPUs the engine fails, or runs on the host if they are ``gpu_optional``. ``kv_adopt``
+    ``draft_device`` the GPU that it is on, empty for the host's memory. ``mmproj_path`` is the file of the projector,
+    empty for a model that does not see, and ``mmproj_device`` its GPU. ``devices`` names the GPUs in use, all if empty;
+    ``tensor_split`` are their shares of the layers, ``cpu_tensors`` patterns of names of tensors that stay in the
+    host's memory. Without the GPUs the engine fails, or runs on the host if they are ``gpu_optional``. ``kv_adopt``
     selects which files of an earlier engine are recovered; the others are deleted.
 
     The engine exits when the process ``parent_pid`` does.
@@ -54,6 +54,7 @@ class EngineOptions(EngineSettings):
     draft_path: str = ""
     draft_device: str = ""
     mmproj_path: str = ""
+    mmproj_device: str = ""
     devices: tuple[str, ...] = ()
     split_mode: Literal["layer", "none"] = "layer"
     main_gpu: int = 0

@@ -300,6 +300,7 @@ class Planner:
             tensor_split=placement.tensor_split,
             cpu_tensors=placement.cpu_tensors,
             draft_device=placement.draft_device,
+            mmproj_device=placement.mmproj_device,
             gpu_optional=constraints.n_gpu_layers < 0,
         )
 
@@ -360,9 +361,9 @@ def _freed(host: Host, taken: Sequence[PlacementPlan]) -> Host:
     return replace(host, available_bytes=host.available_bytes + sum(placement.demand.host_bytes for placement in taken))
 
 
-def _worth(placement: PlacementPlan) -> tuple[int, int, int]:
+def _worth(placement: PlacementPlan) -> tuple[int, int, int, bool]:
     # These must not decrease because other models are loaded; longer contexts are optional.
-    return placement.n_gpu_layers, -len(placement.cpu_tensors), placement.setup.slots
+    return placement.n_gpu_layers, -len(placement.cpu_tensors), placement.setup.slots, bool(placement.mmproj_device)
 
 
 def _with_setup(options: EngineOptions, placement: PlacementPlan) -> EngineOptions:

@@ -551,3 +551,23 @@ def test_projector_takes_the_room_of_layers(shape_of: ShapeOf) -> None:
     host = plan(seeing, (), HOST, PlacementConstraints())
     assert host.demand.host_bytes - plan(alone, (), HOST, PlacementConstraints()).demand.host_bytes == projector.bytes
     assert "in host memory" in next(each.why for each in host.reasons if each.name == "mmproj")
+
+
+def test_projector_without_room_on_a_gpu_is_in_host_memory(shape_of: ShapeOf) -> None:
+    """With layers as configured it displaces none; otherwise it is on the GPU before them."""
+    alone = shape_of("llama3.1-8b")
+    projector = ProjectorShape("vit", weight_bytes=600 * MIB, compute_bytes=40 * MIB)
+    seeing = replace(alone, projector=projector)
+    most = plan(alone, gpus(6), HOST, PlacementConstraints())
+    constraints = PlacementConstraints(
+        n_gpu_layers=most.n_gpu_layers, slots=most.setup.slots, n_ctx=most.setup.n_ctx, n_ubatch=most.setup.n_ubatch
+    )
+    plain, made = (plan(model, gpus(6), HOST, constraints) for model in (alone, seeing))
+    assert made.fits
+    assert (made.n_gpu_layers, made.mmproj_device) == (most.n_gpu_layers, "")
+    assert made.demand.host_bytes - plain.demand.host_bytes == projector.bytes
+    assert "no GPU has room" in next(each.why for each in made.reasons if each.name == "mmproj")
+    for gib in (3.0, 6.0, 24.0):
+        made = plan(seeing, gpus(gib), HOST, PlacementConstraints())
+        assert (made.fits, made.mmproj_device) == (True, "0")
+        assert made.demand.devices[0].bytes <= usable_bytes(gpus(gib)[0], PlacementConstraints())

@@ -132,6 +132,17 @@ def test_plan_includes_the_projector(tmp_path: Path, options: EngineOptions) -> 
     assert "mmproj" in [reason.name for reason in reported.report.reasons]
 
 
+def test_projector_is_loaded_on_the_planned_device(tmp_path: Path, options: EngineOptions) -> None:
+    """It is the GPU that has the layers, and none where there is no GPU."""
+    mmproj = tmp_path / "mmproj.gguf"
+    write_projector(mmproj, n_embd=64)
+    seeing = options.replace(mmproj_path=str(mmproj))
+    assert Machine().planner(tmp_path).first(seeing).mmproj_device == CARD.id
+    assert Machine().planner(tmp_path, n_gpu_layers=0).first(seeing).mmproj_device == ""
+    assert Machine(devices=()).planner(tmp_path).first(seeing).mmproj_device == ""
+    assert Machine().planner(tmp_path).first(options).mmproj_device == ""
+
+
 def test_defaults_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
     """They are 8 slots and 4096 tokens; the engine chooses its number of threads itself."""
     planned = Machine(devices=()).planner(tmp_path).first(options)

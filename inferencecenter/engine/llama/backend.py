@@ -16,6 +16,7 @@ from llama_cpp import llama_cpp as lib
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError
 from inferencecenter.engine.llama import saved_state
+from inferencecenter.engine.llama.devices import pointers
 from inferencecenter.engine.llama.draft_model import LlamaDraftModel, check_draft_model, draft_options
 from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel, load_model
@@ -579,8 +580,14 @@ class LlamaBackend:
             projector = None
             if options.mmproj_path:
                 sizes.begin_model()
+                gpu = pointers((options.mmproj_device,))[0] if options.mmproj_device else None
                 projector = LlamaProjector.load(
-                    Path(options.mmproj_path), model, n_threads=n_threads, max_rows=context.max_rows, log=log
+                    Path(options.mmproj_path),
+                    model,
+                    device=gpu,
+                    n_threads=n_threads,
+                    max_rows=context.max_rows,
+                    log=log,
                 )
                 resources.callback(projector.close)
                 context.rows_are_causal = projector.is_causal

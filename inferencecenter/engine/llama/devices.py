@@ -180,6 +180,7 @@ def present(options: EngineOptions, *, on_log: Callable[[str, str], None]) -> En
             tensor_split=(),
             cpu_tensors=(),
             draft_device="",
+            mmproj_device="",
         )
     return options
 

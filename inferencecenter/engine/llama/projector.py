@@ -55,8 +55,12 @@ class LlamaProjector:
         self.is_causal = not mtmd.mtmd_decode_use_non_causal(handle, None)
 
     @classmethod
-    def load(cls, path: Path, model: LlamaModel, *, n_threads: int, max_rows: int, log: LlamaLog) -> LlamaProjector:
+    def load(  # noqa: PLR0913 - keyword-only
+        cls, path: Path, model: LlamaModel, *, device: int | None, n_threads: int, max_rows: int, log: LlamaLog
+    ) -> LlamaProjector:
         """Load a projector for a model; an image has at most ``max_rows`` rows where its projector leaves a choice.
+
+        ``device`` is llama.cpp's pointer to the GPU that computes it, ``None`` the CPU. Its memory is taken at once.
 
         Raises:
             InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` where llama.cpp's libraries lack mtmd.
@@ -65,10 +69,11 @@ class LlamaProjector:
         log.take_problems()
         log.install(mtmd.mtmd_log_set)
         params = mtmd.mtmd_context_params_default()
-        params.use_gpu = model.n_gpu_layers > 0
+        params.use_gpu = device is not None
+        params.device = device
         params.print_timings = False
         params.n_threads = n_threads
-        params.warmup = False
+        params.warmup = True
         params.image_max_tokens = max_rows
         handle = mtmd.mtmd_init_from_file(str(path).encode(), model.handle, params) if path.is_file() else None
         if not handle:

@@ -37,7 +37,7 @@ def projector(demo: Loaded, tmp_path: Path, log: LlamaLog) -> Iterator[LlamaProj
     """A projector for the demo model."""
     path = tmp_path / "mmproj.gguf"
     write_projector(path, n_embd=lib.llama_model_n_embd_inp(demo.model.handle))
-    loaded = LlamaProjector.load(path, demo.model, n_threads=1, max_rows=64, log=log)
+    loaded = LlamaProjector.load(path, demo.model, device=None, n_threads=1, max_rows=64, log=log)
     yield loaded
     loaded.close()
 
@@ -89,5 +89,5 @@ def test_unusable_projector_is_refused_by_name(demo: Loaded, tmp_path: Path, log
         case "kind":
             write_projector(path, n_embd=n_embd, kind="unheard_of")
     with pytest.raises(InferenceCenterError, match=r"mmproj\.gguf") as refused:
-        LlamaProjector.load(path, demo.model, n_threads=1, max_rows=64, log=log)
+        LlamaProjector.load(path, demo.model, device=None, n_threads=1, max_rows=64, log=log)
     assert refused.value.code == "invalid_model_file"
