@@ -11,7 +11,7 @@ import { attempt, failure, hello, link, view } from "./state.js";
 import { versionFields, versionsOf } from "./versions.js";
 import { WireError, asWireError } from "./wire/errors.js";
 import { Session } from "./wire/session.js";
-import { before, titleOf, withFiles } from "./wire/transcript.js";
+import { before, messageOf, question, titleOf } from "./wire/transcript.js";
 
 /** @typedef {import("./wire/link.js").Link} Link */
 
@@ -96,14 +96,14 @@ export function openSession(id, turnId) {
 export function ask(text, files = []) {
   const session = current.peek();
   if (!session) return false;
-  const content = withFiles(files, text);
+  const message = messageOf(files, text);
   try {
-    checkSize({ ...turnFields(choicesOf(session.id.peek())), content });
+    checkSize({ ...turnFields(choicesOf(session.id.peek())), ...question([message]) });
   } catch (error) {
     failure.value = asWireError(error);
     return false;
   }
-  attempt(() => askAgain(session, [{ role: "user", content }]));
+  attempt(() => askAgain(session, [message]));
   return true;
 }
 

@@ -7,7 +7,7 @@ import { forgetAllHere, keepHere, keptHere } from "./storage.js";
 /**
  * @typedef {import("./wire/transcript.js").AttachedFile} AttachedFile
  * @typedef {AttachedFile & {tokens: number | null, model?: string}} DraftFile
- *   `tokens` is null if they could not be counted; `model` is the one that they were counted for.
+ *   `tokens` is null if they could not be counted, as of images; `model` is the one that they were counted for.
  * @typedef {{key: number, id: string | null, name: string, refusal: string, locked?: File}} Incoming
  *   `locked` is a file that can be read with a password.
  */

@@ -7,7 +7,7 @@ import { loadTexts, t } from "./i18n.js";
 import { modelOf } from "./models.js";
 import { link } from "./state.js";
 import { keptToken } from "./storage.js";
-import { withFiles } from "./wire/transcript.js";
+import { messageOf, question } from "./wire/transcript.js";
 
 await loadTexts("files");
 
@@ -20,6 +20,11 @@ const MOST_PDF_PAGES = 2000;
 /** A PDF that takes longer is refused; its worker is ended. */
 const PDF_WITHIN_MS = 60_000;
 const SAMPLE_BYTES = 8192;
+/** The longest side of an image that is sent; vision models scale larger ones down. */
+const MOST_SIDE = 1568;
+/** The size of an image that is sent, as a data URL. */
+const MOST_IMAGE_CHARS = 600 * 1024;
+const QUALITIES = [0.9, 0.8, 0.65, 0.5];
 
 /** Why a file is not attached. */
 class RefusedFileError extends Error {}
@@ -42,9 +47,7 @@ export async function attachFiles(session, files, password) {
   for (const [at, { key, name }] of coming.entries()) {
     const place = () => incoming.peek().find((each) => each.key === key);
     try {
-      const text = await textOf(files[at], password);
-      const model = modelOf(session);
-      const file = { name, text, model, tokens: await tokensOf(model, text) };
+      const file = isImage(files[at]) ? await imageFile(files[at], name) : await textFile(session, files[at], name, password);
       await checkContext(session, file);
       const there = place();
       if (!there) continue; // it was removed, or the user signed out
@@ -68,13 +71,71 @@ export async function attachFiles(session, files, password) {
 export async function countAgain(session) {
   const model = modelOf(session);
   for (const file of filesOf(session.id.peek())) {
-    if (file.model === model && file.tokens !== null) continue;
+    if (file.image || (file.model === model && file.tokens !== null)) continue;
     const tokens = await tokensOf(model, file.text);
     if (modelOf(session) !== model) return;
     const id = session.id.peek();
     const files = filesOf(id);
     if (files.includes(file)) keepFiles(id, files.map((each) => (each === file ? { ...file, tokens, model } : each)));
   }
+}
+
+/** @param {File} file  SVG is text. */
+function isImage(file) {
+  return file.type.startsWith("image/") && file.type !== "image/svg+xml";
+}
+
+/**
+ * @param {Session} session
+ * @param {File} file
+ * @param {string} name
+ * @param {string} [password]
+ * @returns {Promise<import("./drafts.js").DraftFile>}
+ */
+async function textFile(session, file, name, password) {
+  const text = await textOf(file, password);
+  const model = modelOf(session);
+  return { name, text, model, tokens: await tokensOf(model, text) };
+}
+
+/**
+ * Returns an image, scaled down to what models see, as small a file as it needs to be.
+ *
+ * @param {File} file
+ * @param {string} name
+ * @returns {Promise<import("./drafts.js").DraftFile>}
+ * @throws {RefusedFileError}
+ */
+async function imageFile(file, name) {
+  const bitmap = await createImageBitmap(file).catch(() => {
+    throw new RefusedFileError(t("files.image"));
+  });
+  const scale = Math.min(1, MOST_SIDE / Math.max(bitmap.width, bitmap.height));
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.fillStyle = "white"; // beneath what is transparent
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  bitmap.close();
+  const source = encoded(canvas);
+  const media_type = source.startsWith("data:image/png") ? "image/png" : "image/jpeg";
+  return { name, text: "", tokens: null, image: { digest: "", width: canvas.width, height: canvas.height, media_type, source } };
+}
+
+/**
+ * Returns an image as a data URL: without loss if it is small enough then, else with as little as needed.
+ *
+ * @param {HTMLCanvasElement} canvas
+ * @throws {RefusedFileError}
+ */
+function encoded(canvas) {
+  for (const quality of [null, ...QUALITIES]) {
+    const source = quality === null ? canvas.toDataURL("image/png") : canvas.toDataURL("image/jpeg", quality);
+    if (source.length <= MOST_IMAGE_CHARS) return source;
+  }
+  throw new RefusedFileError(t("files.image_too_large"));
 }
 
 /** @param {string} name  As one line of visible characters. */
@@ -96,7 +157,6 @@ async function textOf(file, password) {
     return textOfPdf(new Uint8Array(await file.arrayBuffer()), password, room);
   }
   const utf16 = (start[0] === 0xff && start[1] === 0xfe && "utf-16le") || (start[0] === 0xfe && start[1] === 0xff && "utf-16be");
-  if (file.type.startsWith("image/") && file.type !== "image/svg+xml") throw new RefusedFileError(t("files.image"));
   if (!utf16 && start.includes(0)) throw new RefusedFileError(t("files.binary"));
   if (file.size > room) throw new RefusedFileError(t("files.too_large", { size: kib(file.size), room: kib(room) }));
   let text = "";
@@ -222,7 +282,7 @@ async function checkContext(session, { tokens }) {
 function checkRoom(id, file) {
   const files = [...filesOf(id), file];
   if (files.length > MOST_FILES) throw new RefusedFileError(t("files.too_many", { most: MOST_FILES }));
-  const size = new TextEncoder().encode(JSON.stringify(withFiles(files, ""))).length;
+  const size = new TextEncoder().encode(JSON.stringify(question([messageOf(files, "")]))).length;
   const room = messageRoom();
   if (size > room) throw new RefusedFileError(t("files.beyond_frame", { size: kib(size), room: kib(room) }));
 }

@@ -58,7 +58,7 @@ const texts = {
   "composer.stop_title": "Anhalten (Esc)",
 
   "files.attach": "Dateien anhängen",
-  "files.attach_title": "Textdateien, Code, CSV oder PDF anhängen",
+  "files.attach_title": "Bilder, Textdateien, Code, CSV oder PDF anhängen",
   "files.attach_label": "Anzuhängende Dateien",
   "files.reload": "Laden Sie die Seite neu und hängen Sie die Dateien dann erneut an.",
   "files.message_too_large": "Diese Nachricht ist zu lang: Sie hat {size}, und {room} können auf einmal gesendet werden.",

@@ -58,7 +58,7 @@ const texts = {
   "composer.stop_title": "Stop (Esc)",
 
   "files.attach": "Attach files",
-  "files.attach_title": "Attach text files, code, CSV or PDF",
+  "files.attach_title": "Attach images, text files, code, CSV or PDF",
   "files.attach_label": "Files to attach",
   "files.reload": "Reload the page, then attach the files again.",
   "files.message_too_large": "This message is too long: it has {size}, and {room} can be sent at once.",

@@ -268,7 +268,7 @@ function doingWith(session, index, isLast, versions) {
       ? { at: versions.at, count: versions.ids.length, show: (which) => openSession(versions.ids[which]) }
       : undefined,
     results,
-    edit: reachable ? (text) => again((asked) => [...asked.slice(0, -1), { role: "user", content: text }]) : undefined,
+    edit: reachable ? (message) => again((asked) => [...asked.slice(0, -1), message]) : undefined,
     again: reachable && isLast ? () => again((asked) => asked) : undefined,
     fork: turn.turnId !== null ? () => fork(session, /** @type {string} */ (turn.turnId)) : undefined,
   };

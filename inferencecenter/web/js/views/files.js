@@ -2,15 +2,19 @@
 /** Files of a message, before and after it is sent. */
 
 import { loadTexts, t } from "../i18n.js";
-import { html, useEffect, useState } from "../ui.js";
+import { html, useEffect, useRef, useState } from "../ui.js";
 import { filesOf, incoming, keepFiles } from "../drafts.js";
 import { countAgain } from "../files.js";
 import { modelOf, models } from "../models.js";
+import { link } from "../state.js";
 import { Icon } from "./icons.js";
 
 await loadTexts("files");
 
-/** @typedef {import("../wire/transcript.js").AttachedFile} AttachedFile */
+/**
+ * @typedef {import("../wire/transcript.js").AttachedFile} AttachedFile
+ * @typedef {import("../wire/transcript.js").SeenImage} SeenImage
+ */
 
 /** More of a file is not laid out. */
 const MOST_SHOWN_CHARS = 100_000;
@@ -80,17 +84,99 @@ function Password({ name, onEnter }) {
 /** @param {{files: readonly (AttachedFile & {tokens?: number | null})[], onRemove: (at: number) => void}} props */
 export function RemovableFiles({ files, onRemove }) {
   return files.map(
-    ({ name, text, tokens }, at) => html`<span class="chip file-chip" key=${at}>
-      <${Icon} name="file" /><span class="chip-name" dir="auto" title=${name}>${name}</span>
-      <span class="file-size">${tokens === null || tokens === undefined ? sizeWords(text) : t("files.tokens", { n: tokens })}</span>
-      <button type="button" class="chip-clear" aria-label=${t("files.remove_one", { name })} title=${t("files.remove")} onClick=${() => onRemove(at)}><${Icon} name="close" /></button>
+    ({ name, text, tokens, image }, at) => html`<span class="chip file-chip" key=${at}>
+      ${image ? html`<${Picture} image=${image} alt="" />` : html`<${Icon} name="file" />`}
+      <span class="chip-name" dir="auto" title=${name}>${name || t("files.image_number", { n: at + 1 })}</span>
+      <span class="file-size">${image ? dimensions(image) : tokens === null || tokens === undefined ? sizeWords(text) : t("files.tokens", { n: tokens })}</span>
+      <button type="button" class="chip-clear" aria-label=${t("files.remove_one", { name: name || t("files.image_number", { n: at + 1 }) })}
+        title=${t("files.remove")} onClick=${() => onRemove(at)}><${Icon} name="close" /></button>
     </span>`,
   );
 }
 
 /** @param {{files: readonly AttachedFile[]}} props  Of a message that was sent. */
 export function FileList({ files }) {
-  return html`<div class="files">${files.map((file, at) => html`<${SentFile} key=${at} file=${file} />`)}</div>`;
+  return html`<div class="files">
+    ${files.map((file, at) => (file.image ? html`<${SentImage} key=${at} image=${file.image} number=${at + 1} />` : html`<${SentFile} key=${at} file=${file} />`))}
+  </div>`;
+}
+
+/** @param {{image: SeenImage, number: number}} props  It opens in full size. */
+function SentImage({ image, number }) {
+  const [open, setOpen] = useState(false);
+  const alt = t("files.image_number", { n: number });
+  return html`
+    <button type="button" class="sent-image" aria-label=${t("files.image_open", { n: number })} title=${t("files.image_open", { n: number })}
+      onClick=${() => setOpen(true)}><${Picture} image=${image} alt=${alt} /></button>
+    ${open && html`<${ImageView} image=${image} alt=${alt} onClose=${() => setOpen(false)} />`}
+  `;
+}
+
+/** @param {{image: SeenImage, alt: string, onClose: () => void}} props */
+function ImageView({ image, alt, onClose }) {
+  const ref = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  useEffect(() => ref.current?.showModal(), []);
+  return html`
+    <dialog class="dialog image-view" ref=${ref} aria-label=${alt} onClose=${onClose}>
+      <${Picture} image=${image} alt=${alt} />
+      <div class="dialog-actions">
+        <span class="hint">${dimensions(image)}</span>
+        <button type="button" class="button" onClick=${() => ref.current?.close()}>${t("files.image_close")}</button>
+      </div>
+    </dialog>
+  `;
+}
+
+/**
+ * An image, which is read from the daemon once it is near the visible part.
+ *
+ * @param {{image: SeenImage, alt: string}} props
+ */
+function Picture({ image, alt }) {
+  const ref = useRef(/** @type {HTMLImageElement | null} */ (null));
+  const [source, setSource] = useState(image.source ?? fetched.get(image.digest) ?? "");
+  const [failed, setFailed] = useState(false);
+  useEffect(() => {
+    const element = ref.current;
+    if (source || failed || !element) return undefined;
+    const observer = new IntersectionObserver(
+      async (entries) => {
+        if (!entries.some(({ isIntersecting }) => isIntersecting)) return;
+        observer.disconnect();
+        const found = await fetchImage(image);
+        if (found) setSource(found);
+        else setFailed(true);
+      },
+      { rootMargin: "50%" },
+    );
+    observer.observe(element);
+    return () => observer.disconnect();
+  }, [source, failed]);
+  if (failed) return html`<span class="hint">${t("files.image_failed")}</span>`;
+  return html`<img ref=${ref} src=${source || EMPTY} alt=${alt} width=${image.width} height=${image.height} data-loaded=${Boolean(source)} />`;
+}
+
+const EMPTY = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw==";
+const MOST_FETCHED = 64;
+/** @type {Map<string, string>}  Data URLs of images by digest, the latest last. */
+const fetched = new Map();
+
+/**
+ * @param {SeenImage} image
+ * @returns {Promise<string | null>}
+ */
+async function fetchImage({ digest, media_type }) {
+  const answer = await link.peek()?.request("get_image", { digest }).catch(() => null);
+  if (!answer) return null;
+  const source = `data:${media_type};base64,${answer.data}`;
+  fetched.set(digest, source);
+  if (fetched.size > MOST_FETCHED) fetched.delete(/** @type {string} */ (fetched.keys().next().value));
+  return source;
+}
+
+/** @param {SeenImage} image */
+function dimensions({ width, height }) {
+  return `${width} × ${height}`;
 }
 
 /** @param {{file: AttachedFile}} props */

@@ -4,7 +4,7 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../
 import { full } from "../list.js";
 import { copy } from "../text/blocks.js";
 import { MarkdownView } from "../text/markdown.js";
-import { filesIn, withFiles } from "../wire/transcript.js";
+import { messageOf, partsOf } from "../wire/transcript.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";
 import { Outcome, Progress } from "./outcome.js";
@@ -17,7 +17,7 @@ import { Outcome, Progress } from "./outcome.js";
  *
  * @typedef {object} Doing  Actions available for a turn; absent ones are not.
  * @property {() => boolean} [isIdle]  Whether they can be used now; a view that reads it is notified of changes.
- * @property {(text: string) => void} [edit]  Replaces the message.
+ * @property {(message: ChatMessage) => void} [edit]  Replaces the message.
  * @property {() => void} [again]  Generates the answer again.
  * @property {() => void} [fork]
  * @property {{at: number, count: number, show: (at: number) => void}} [versions]  Of this turn, if there are several.
@@ -58,7 +58,7 @@ const NOTHING = {};
 function Asked({ message, doing: { edit, isIdle } }) {
   const [editing, setEditing] = useState(false);
   const article = useRef(/** @type {HTMLElement | null} */ (null));
-  const { files, text } = useMemo(() => filesIn(message.content), [message.content]);
+  const { files, text } = useMemo(() => partsOf(message), [message.content, message.images]);
   const cancel = () => {
     setEditing(false);
     setTimeout(() => /** @type {HTMLElement | null} */ (article.current?.querySelector("[data-act=edit]"))?.focus());
@@ -71,9 +71,9 @@ function Asked({ message, doing: { edit, isIdle } }) {
     return html`<details class="tool"><summary><${Icon} name="tool" /> ${t("role.tool")}</summary><pre tabindex="0">${message.content}</pre></details>`;
   }
   if (editing && edit && isIdle?.()) {
-    const save = (/** @type {string} */ content) => {
+    const save = (/** @type {ChatMessage} */ changed) => {
       setEditing(false);
-      edit(content);
+      edit(changed);
     };
     return html`<${Editor} text=${text} files=${files} onSave=${save} onCancel=${cancel} />`;
   }
@@ -82,7 +82,7 @@ function Asked({ message, doing: { edit, isIdle } }) {
       ${files.length > 0 && html`<${Lazy} load=${fileViews} name="FileList" files=${files} />`}
       ${(text || files.length === 0) && html`<${Bubble} text=${text} />`}
       <div class="actions">
-        <${CopyButton} text=${message.content} />
+        <${CopyButton} text=${message.images ? text : message.content} />
         ${edit && html`<${Action} whenIdle icon="edit" label=${t("message.edit")} onClick=${() => setEditing(true)} />`}
       </div>
     </article>
@@ -191,14 +191,14 @@ function Problem({ error, again }) {
  * @param {object} props
  * @param {string} props.text
  * @param {readonly import("../wire/transcript.js").AttachedFile[]} props.files
- * @param {(content: string) => void} props.onSave
+ * @param {(message: ChatMessage) => void} props.onSave
  * @param {() => void} props.onCancel
  */
 function Editor({ text, files: attached, onSave, onCancel }) {
   const [value, setValue] = useState(text);
   const [files, setFiles] = useState(attached);
   const empty = !value.trim() && files.length === 0;
-  const save = () => onSave(withFiles(files, value));
+  const save = () => onSave(messageOf(files, value));
   const remove = (/** @type {number} */ at) => {
     setFiles(files.toSpliced(at, 1));
     ref.current?.focus();

@@ -28,10 +28,15 @@ import { t } from "../i18n.js";
  * @property {Ending | null} ending  Null for messages without a requested answer.
  */
 
-/** @typedef {{name: string, text: string}} AttachedFile */
+/**
+ * @typedef {import("./types.js").MessageImage & {source?: string}} SeenImage  `source` is a data URL; the daemon has the others.
+ * @typedef {{name: string, text: string, image?: SeenImage}} AttachedFile  The text of an image is empty.
+ */
 
 /** The position before the first turn. */
 export const START = "start";
+/** Stands for an image in the content of a message. */
+const IMAGE_MARK = "\ufffc";
 const FILE_HEAD = /Attached file: (.+)\n(`{3,})\n/y;
 
 /**
@@ -171,7 +176,54 @@ export function answerOf(message) {
  */
 export function question(asked) {
   if (asked.length === 0) return {};
-  return asked.length === 1 && asked[0].role === "user" ? { prompt: asked[0].content } : { messages: [...asked] };
+  const isPrompt = asked.length === 1 && asked[0].role === "user" && !asked[0].images;
+  return isPrompt ? { prompt: asked[0].content } : { messages: asked.map(inParts) };
+}
+
+/**
+ * Returns a message as it is sent: with its images as parts.
+ *
+ * @param {ChatMessage} message
+ */
+function inParts(message) {
+  const { role, content, images, tool_call_id } = message;
+  if (!images) return message;
+  const parts = content.split(IMAGE_MARK).flatMap((text, at) => [
+    ...(at > 0 ? [imagePart(images[at - 1])] : []),
+    ...(text ? [{ type: "text", text }] : []),
+  ]);
+  return { role, content: parts, ...(tool_call_id && { tool_call_id }) };
+}
+
+/** @param {SeenImage} image */
+function imagePart({ source, digest }) {
+  return { type: "image", ...(source ? { data: source.slice(source.indexOf(",") + 1) } : { digest }) };
+}
+
+/**
+ * Returns the user's message of files and a text; images are before all else.
+ *
+ * @param {readonly AttachedFile[]} files
+ * @param {string} text
+ * @returns {ChatMessage}
+ */
+export function messageOf(files, text) {
+  const images = files.flatMap(({ image }) => image ?? []);
+  const content = withFiles(files.filter(({ image }) => !image), text);
+  if (images.length === 0) return { role: "user", content };
+  return { role: "user", content: IMAGE_MARK.repeat(images.length) + content.replaceAll(IMAGE_MARK, "\ufffd"), images };
+}
+
+/**
+ * Returns the files of a message, images among them, and its text.
+ *
+ * @param {ChatMessage} message
+ * @returns {{files: readonly AttachedFile[], text: string}}
+ */
+export function partsOf({ content, images }) {
+  if (!images) return filesIn(content);
+  const { files, text } = filesIn(content.replaceAll(IMAGE_MARK, ""));
+  return { files: [...images.map((image) => ({ name: "", text: "", image })), ...files], text };
 }
 
 /**
@@ -221,7 +273,7 @@ export function filesIn(content) {
  * @param {string} content
  */
 export function titleOf(content) {
-  const { files, text } = filesIn(content);
+  const { files, text } = filesIn(content.replaceAll(IMAGE_MARK, ""));
   const line = (text.trim() || files.map(({ name }) => name).join(", ")).replace(/\s+/g, " ");
   if (line.length <= 60) return line || t("chat.new");
   const cut = line.slice(0, 60);

@@ -1,0 +1,142 @@
+"""Images that a user sends from the page."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from playwright.async_api import expect
+
+from tests.e2e.harness import connect_client, run_daemon
+from tests.engine.llama.tiny_projectors import write_projector
+from tests.sessions.images.files import image_file
+from tests.web.browser import MARKS, PHONE, barriers, signed_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.async_api import Browser, FilePayload, Locator
+
+    from tests.e2e.harness import Daemon
+    from tests.web.browser import Visit
+
+pytestmark = MARKS
+
+RED: Final = image_file((64, 48))
+WIDE: Final = image_file((2400, 300), color="blue", kind="JPEG")
+GIVE: Final = """(area, [data, type]) => {
+  const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([bytes], "shot.png", { type: "image/png" }));
+  const event = type === "paste"
+    ? new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true })
+    : new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
+  area.dispatchEvent(event);
+}"""
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Any) -> Iterator[Daemon]:
+    """A daemon whose model has a random projector."""
+    folder = tmp_path_factory.mktemp("seeing")
+    write_projector(folder / "mmproj.gguf", n_embd=192)
+    projector = str(folder / "mmproj.gguf")
+    with run_daemon(folder / "state", demo_model_path, INFERENCECENTER_MODEL__MMPROJ=projector) as running:
+        yield running
+
+
+def payload(name: str, content: bytes, kind: str) -> FilePayload:
+    """A file as a browser's file input takes it."""
+    return {"name": name, "mimeType": kind, "buffer": content}
+
+
+async def attach(visit: Visit, *files: FilePayload) -> Locator:
+    """Choose files and return their chips."""
+    await visit.page.get_by_label("Files to attach").set_input_files(list(files))
+    return visit.page.get_by_role("group", name="Attached files").locator(".chip")
+
+
+async def transcript(daemon: Daemon, session: str) -> list[Any]:
+    """The messages that the daemon has."""
+    async with connect_client(daemon) as client:
+        messages: list[Any] = (await client.ask(op="get_session", session_id=session))["transcript"]
+    return messages
+
+
+@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, {"viewport": PHONE, "has_touch": True}])
+async def test_chosen_images_are_sent_and_shown(browser: Browser, seeing: Daemon, options: dict[str, Any]) -> None:
+    """Scaled down, after a reload from the daemon, and in full size."""
+    async with signed_in(browser, seeing, **options) as visit:
+        chips = await attach(visit, payload("red.png", RED, "image/png"), payload("wide.jpg", WIDE, "image/jpeg"))
+        await expect(chips).to_contain_text(["red.png64", "wide.jpg1568"])
+        await expect(chips.locator("img[data-loaded=true]")).to_have_count(2)
+        assert await barriers(visit) == []
+        await visit.ask("What is it?")
+        await visit.answered()
+        (question, _) = await transcript(seeing, visit.session_id())
+        assert question["content"] == "\ufffc\ufffcWhat is it?"
+        assert [(each["width"], each["height"]) for each in question["images"]] == [(64, 48), (1568, 196)]
+        await visit.page.reload()
+        asked = visit.questions.first
+        images = asked.locator("img[data-loaded=true]")
+        await expect(images).to_have_count(2)
+        assert await images.evaluate_all("(all) => all.map((each) => each.naturalWidth)") == [64, 1568]
+        await expect(asked.locator(".bubble")).to_have_text("What is it?")
+        assert await barriers(visit) == []
+        opener = visit.button("Open image 2", inside=asked)
+        await opener.focus()
+        await visit.page.keyboard.press("Enter")
+        view = visit.page.get_by_role("dialog", name="Image 2")
+        await expect(view.get_by_role("img", name="Image 2")).to_be_visible()
+        assert await barriers(visit) == []
+        await visit.page.keyboard.press("Escape")
+        await expect(view).to_have_count(0)
+        await expect(opener).to_be_focused()
+
+
+async def test_images_are_pasted_and_dropped(browser: Browser, seeing: Daemon) -> None:
+    """A message may consist of them alone; one is removed before."""
+    data = base64.b64encode(RED).decode()
+    async with signed_in(browser, seeing) as visit:
+        await visit.composer.evaluate(GIVE, [data, "paste"])
+        await visit.page.get_by_role("region", name="Messages").evaluate(GIVE, [data, "drop"])
+        chips = visit.page.get_by_role("group", name="Attached files").locator(".chip")
+        await expect(chips).to_contain_text(["shot.png64", "shot.png64"])
+        await visit.button("Remove shot.png").first.click()
+        await expect(chips).to_have_count(1)
+        await visit.page.reload()
+        await expect(chips.locator("img[data-loaded=true]")).to_have_count(1)
+        await visit.button("Send").click()
+        await visit.answered()
+        (question, _) = await transcript(seeing, visit.session_id())
+        assert (question["content"], len(question["images"])) == ("\ufffc", 1)
+
+
+async def test_edited_question_keeps_its_images(browser: Browser, seeing: Daemon) -> None:
+    """They are named by digest then, and can be removed."""
+    async with signed_in(browser, seeing) as visit:
+        chips = await attach(visit, payload("red.png", RED, "image/png"))
+        await expect(chips.locator("img[data-loaded=true]")).to_have_count(1)
+        await visit.ask("What is it?")
+        await visit.answered()
+        await visit.page.reload()
+        await visit.button("Edit", inside=visit.questions.first).click()
+        editor = visit.page.get_by_role("textbox", name="Edit the message")
+        await expect(editor).to_have_value("What is it?")
+        await expect(visit.page.locator(".editor .chip")).to_contain_text("Image 1")
+        await editor.fill("What color?")
+        await editor.press("Enter")
+        await expect(visit.page.get_by_role("group", name="Versions")).to_contain_text("2/2")
+        await visit.answered()
+        (question, _) = await transcript(seeing, visit.session_id())
+        assert (question["content"], len(question["images"])) == ("\ufffcWhat color?", 1)
+
+
+async def test_blind_model_refuses_in_words(browser: Browser, daemon: Daemon) -> None:
+    """The question stays, with what the operator can do."""
+    async with signed_in(browser, daemon) as visit:
+        chips = await attach(visit, payload("red.png", RED, "image/png"))
+        await expect(chips.locator("img[data-loaded=true]")).to_have_count(1)
+        await visit.ask("What is it?")
+        await expect(visit.page.get_by_role("alert")).to_contain_text("the model demo does not take images")
