@@ -222,7 +222,7 @@ def info(
 
 
 @app.command("pull")
-def pull_model(
+def pull_model(  # noqa: PLR0913 - one argument an option
     reference: Annotated[
         str, typer.Argument(help="owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.", metavar="REFERENCE")
     ],
@@ -230,13 +230,15 @@ def pull_model(
     name: Annotated[
         str | None, typer.Option(help="Name in the models directory.", show_default="the name of its file")
     ] = None,
+    no_mmproj: Annotated[bool, typer.Option("--no-mmproj", help="Without its projector, for text only.")] = False,
     models_dir: ModelsDirOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
     """Download a model from a Hugging Face hub: HF_ENDPOINT selects another hub, HF_TOKEN its token.
 
-    An interrupted download resumes. A model becomes available when it is complete and its checksum is correct.
+    The projector of a model that takes images is downloaded with it. An interrupted download resumes. A model becomes
+    available when it is complete and its checksum is correct.
     """
     settings = load_settings(config, given(models_dir=models_dir))
     # Imported here: other commands start faster without the hub's library.
@@ -249,6 +251,7 @@ def pull_model(
             reference,
             directory=settings.models_dir,
             name=name,
+            with_projector=not no_mmproj,
             report=lambda progress: show(progress.done_bytes, progress.total_bytes),
         )
     model = pulled.model
@@ -408,7 +411,7 @@ def _as_data(model: ModelFiles) -> dict[str, Any]:
     manifest = model.manifest
     return {
         "name": model.name,
-        "files": [str(path) for path in model.paths],
+        "files": [str(path) for path in model.files],
         "size_bytes": model.size_bytes,
         "source": manifest.source if manifest else None,
         "pulled_at": manifest.pulled_at if manifest else None,

@@ -442,8 +442,8 @@ Aliases = Annotated[
 Mmproj = Annotated[
     ExpandedPath | None,
     Field(
-        description="GGUF file of the projector (`mmproj`) that turns images into input of the model; if not set, the "
-        "model takes text only."
+        description="GGUF file of the projector (`mmproj`) that turns images into input of the model; if not set, "
+        "`mmproj-NAME.gguf` beside a `NAME.gguf` in `models_dir`, and without that the model takes text only."
     ),
 ]
 

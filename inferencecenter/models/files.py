@@ -15,7 +15,7 @@ import msgspec
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.gguf import SHARD, read_gguf
 from inferencecenter.hardware.model_shape import describe
-from inferencecenter.models.reference import shard_names
+from inferencecenter.models.reference import projector_name, shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,16 +60,23 @@ class ModelFiles:
     Attributes:
         missing: Names of parts that do not exist.
         manifest: The manifest; ``None`` for a file that was not pulled.
+        mmproj: Its projector, if one with its name is beside it.
     """
 
     name: str
     paths: tuple[Path, ...]
     missing: tuple[str, ...]
     manifest: Manifest | None
+    mmproj: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Its parts and its projector."""
+        return self.paths if self.mmproj is None else (*self.paths, self.mmproj)
 
     @property
     def size_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.paths)
+        return sum(path.stat().st_size for path in self.files)
 
     @property
     def manifest_file(self) -> Path:
@@ -140,8 +147,17 @@ def list_models(directory: Path) -> tuple[ModelFiles, ...]:
     for path in paths:
         part = SHARD.match(path.stem)
         groups.setdefault(part["stem"] if part else path.stem, []).append(path)
+    projectors = {
+        name: groups.pop(own) for name in list(groups) if (own := projector_name(name).removesuffix(".gguf")) in groups
+    }
     return tuple(
-        ModelFiles(name, tuple(parts), _missing(parts), _read_manifest(directory, name))
+        ModelFiles(
+            name,
+            tuple(parts),
+            _missing(parts),
+            _read_manifest(directory, name),
+            mmproj=projectors[name][0] if name in projectors else None,
+        )
         for name, parts in sorted(groups.items())
     )
 
@@ -194,7 +210,7 @@ def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _do
     digests = model.manifest.sha256 if model.manifest else {}
     if digests:
         total, done = model.size_bytes, 0
-        for path in model.paths:
+        for path in model.files:
             problems += _checked(path, digests.get(path.name), partial(_report_on, report, done, total))
             done += path.stat().st_size
         problems += [f"{name} was pulled and does not exist" for name in digests if not _has(model, name)]
@@ -219,10 +235,12 @@ def copy(model: ModelFiles, name: str) -> None:
         raise _not_copied(f"{model.name} lacks {model.missing[0]}")
     directory = model.paths[0].parent
     names = (f"{name}.gguf",) if len(model.paths) == 1 else shard_names(name, len(model.paths))
+    if model.mmproj is not None:
+        names = (*names, projector_name(name))
     links: list[Path] = []
     try:
         # The first part last: without it the others are not recognized as a model.
-        for path, other in reversed([*zip(model.paths, names, strict=True)]):
+        for path, other in reversed([*zip(model.files, names, strict=True)]):
             (directory / other).hardlink_to(path)
             links.append(directory / other)
     except OSError as error:
@@ -252,7 +270,7 @@ def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> Mod
             ``storage_unavailable``.
     """
     model = find_model(directory, name)
-    for path in model.paths:
+    for path in model.files:
         if (setting := configured.get(path.resolve()) or configured.get(path)) is not None:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
@@ -262,7 +280,7 @@ def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> Mod
             )
     try:
         # The first part first: without it the others are not recognized as a model.
-        for path in (*model.paths, model.manifest_file):
+        for path in (*model.files, model.manifest_file):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise InferenceCenterError(
@@ -288,7 +306,7 @@ def _read_manifest(directory: Path, name: str) -> Manifest | None:
 
 
 def _has(model: ModelFiles, name: str) -> bool:
-    return name in model.missing or any(path.name == name for path in model.paths)
+    return name in model.missing or any(path.name == name for path in model.files)
 
 
 def _checked(path: Path, digest: str | None, report: Callable[[int], None]) -> list[str]:

@@ -18,10 +18,17 @@ import msgspec
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.files import Manifest, ModelFiles, find_model, list_models, manifest_path
-from inferencecenter.models.reference import check_name, choose, file_names, parse_reference
+from inferencecenter.models.reference import (
+    check_name,
+    choose,
+    choose_projector,
+    file_names,
+    parse_reference,
+    projector_name,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from inferencecenter.models.hub import Listing, ModelHub
@@ -58,17 +65,21 @@ def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
     *,
     directory: Path,
     name: str | None = None,
+    with_projector: bool = True,
     report: Callable[[PullProgress], None] = lambda _progress: None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
 ) -> Pulled:
     """Download a model into a directory; its files get their names when all are complete and verified.
 
+    A projector in its repository is downloaded with it, also later if only that is missing.
+
     Args:
         hub: The hub.
         reference: ``owner/repo:Q4_K_M``, ``owner/repo/file.gguf`` or ``owner/repo``.
         directory: The target; created if it does not exist.
         name: The model's local name; by default its file's name in the repository.
+        with_projector: Whether a projector is wanted.
         report: Called with the progress after each chunk.
         sleep: Waits for seconds before a retry.
         clock: Unix time in seconds.
@@ -83,21 +94,28 @@ def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
     listing = hub.listing(wanted.repo)
     variant = choose(wanted, listing.files)
     name = name or check_name(variant.name)
-    names = file_names(name, len(variant.files))
+    wanted_files = dict(zip(file_names(name, len(variant.files)), variant.files, strict=True))
+    projector = choose_projector(variant, listing.files) if with_projector and not variant.is_projector else None
     with _storage_failures(directory), _incoming(directory) as incoming:
-        if (existing := _find_pulled(directory, name, variant)) is not None:
-            return Pulled(existing, fetched=False)
-        parts = [incoming / f"{_digest_of(file, hub)}.part" for file in variant.files]
-        _check_room(variant, parts, directory)
         digests: dict[str, str] = {}
+        if (existing := _find_pulled(directory, name, variant)) is not None:
+            wanted_files.clear()
+            digests |= existing.manifest.sha256 if existing.manifest else {}
+        if projector is not None and not (directory / projector_name(name)).exists():
+            wanted_files[projector_name(name)] = projector
+        if existing is not None and not wanted_files:
+            return Pulled(existing, fetched=False)
+        parts = {own_name: incoming / f"{_digest_of(file, hub)}.part" for own_name, file in wanted_files.items()}
+        total_bytes = sum(file.size_bytes for file in wanted_files.values())
+        _check_room(total_bytes, parts.values(), directory)
         before = 0
-        for file, part, own_name in zip(variant.files, parts, names, strict=True):
-            fetch = _Fetch(hub, listing, file, part, sleep=sleep)
-            digests[own_name] = fetch.run(partial(_report_on, report, file.path, before, variant.size_bytes))
+        for own_name, file in wanted_files.items():
+            fetch = _Fetch(hub, listing, file, parts[own_name], sleep=sleep)
+            digests[own_name] = fetch.run(partial(_report_on, report, file.path, before, total_bytes))
             before += file.size_bytes
         source = f"{listing.repo}/{variant.files[0].path}"
         manifest = Manifest(source=source, commit=listing.commit, pulled_at=clock(), sha256=digests)
-        _install(directory, name, dict(zip(names, parts, strict=True)), manifest)
+        _install(directory, name, parts, manifest)
     return Pulled(find_model(directory, name), fetched=True)
 
 
@@ -230,9 +248,9 @@ def _find_pulled(directory: Path, name: str, variant: ModelVariant) -> ModelFile
     )
 
 
-def _check_room(variant: ModelVariant, parts: list[Path], directory: Path) -> None:
+def _check_room(total_bytes: int, parts: Iterable[Path], directory: Path) -> None:
     received = sum(part.stat().st_size for part in parts if part.exists())
-    needed, free = variant.size_bytes - received, shutil.disk_usage(directory).free
+    needed, free = total_bytes - received, shutil.disk_usage(directory).free
     if needed > free:
         raise InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,

@@ -26,8 +26,13 @@ _QUANT: Final = re.compile(
 )
 _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,127}$")
 _PREFERRED: Final = "Q4_K_M"
-_NO_MODEL: Final = ("mmproj", "imatrix")
-"""Prefixes of GGUF files that accompany a model and are none."""
+_IMATRIX: Final = "imatrix"
+"""Prefix of GGUF files that were used to quantize a model."""
+_MMPROJ: Final = "mmproj"
+"""Part of the names of projectors."""
+_PROJECTOR_QUANTS: Final = ("F16", "BF16", "F32", "Q8_0")
+"""Types of projectors, the preferred first: F16 is half of F32 with the same rows, BF16 is slow on many processors and
+older GPUs, and a projector is small beside its model."""
 _MAX_SHOWN: Final = 40
 
 
@@ -72,6 +77,16 @@ class ModelVariant:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def is_projector(self) -> bool:
+        return _MMPROJ in self.name.lower()
+
+    @property
+    def base_name(self) -> str:
+        """The name without quantization, and without the sign of a projector, in lower case."""
+        words = re.split(r"[-._]", _QUANT.sub("", self.name).lower())
+        return "-".join(word for word in words if word not in ("", _MMPROJ, "model"))
 
     def is_quant(self, wanted: str) -> bool:
         """Return whether its quantization is ``wanted``, ignoring case; ``UD-Q4_K_XL`` is a ``Q4_K_XL`` too."""
@@ -121,6 +136,11 @@ def shard_names(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
 
 
+def projector_name(name: str) -> str:
+    """Return the file name of the projector that belongs to the model ``name`` in the same directory."""
+    return f"{_MMPROJ}-{name}.gguf"
+
+
 def list_variants(files: Sequence[RemoteFile]) -> tuple[ModelVariant, ...]:
     """Return the models among a repository's files; one with missing parts is left out."""
     models: defaultdict[tuple[str, int], dict[int, RemoteFile]] = defaultdict(dict)
@@ -150,7 +170,7 @@ def choose(reference: ModelReference, files: Sequence[RemoteFile]) -> ModelVaria
             if any(file.path == reference.file for file in variant.files):
                 return variant
         raise _unknown(f"{reference.repo} has no whole model with the file {reference.file}", variants)
-    models = [variant for variant in variants if not variant.name.lower().startswith(_NO_MODEL)]
+    models = [each for each in variants if not each.is_projector and not each.name.lower().startswith(_IMATRIX)]
     if not models:
         raise _unknown(f"{reference.repo} has no GGUF model", ())
     wanted = reference.quant or _PREFERRED
@@ -166,6 +186,29 @@ def choose(reference: ModelReference, files: Sequence[RemoteFile]) -> ModelVaria
     if reference.quant is None:
         raise _unknown(f"{reference.repo} has {len(models)} models, and none in {_PREFERRED}", models)
     raise _unknown(f"{reference.repo} has no model in {reference.quant}", models)
+
+
+def choose_projector(model: ModelVariant, files: Sequence[RemoteFile]) -> RemoteFile | None:
+    """Return the projector of a model among its repository's files; ``None`` if there is none or it is unclear which.
+
+    It is in the model's folder or in the repository's root. If there are projectors of several models, it is the one
+    with the model's name. Of several types the first of ``_PROJECTOR_QUANTS`` is chosen.
+    """
+    folder = PurePosixPath(model.files[0].path).parent
+    found = [each for each in list_variants(files) if each.is_projector and len(each.files) == 1]
+    for place in (folder, PurePosixPath()):
+        here = [each for each in found if PurePosixPath(each.files[0].path).parent == place]
+        if len({each.base_name for each in here}) > 1:
+            here = [each for each in here if each.base_name == model.base_name]
+        if here:
+            return min(here, key=_projector_rank).files[0]
+    return None
+
+
+def _projector_rank(projector: ModelVariant) -> tuple[int, str]:
+    quant = projector.quant or ""
+    rank = _PROJECTOR_QUANTS.index(quant) if quant in _PROJECTOR_QUANTS else len(_PROJECTOR_QUANTS)
+    return rank, projector.name
 
 
 def _quant_of(place: PurePosixPath) -> str | None:

@@ -16,6 +16,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign
 from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
 from inferencecenter.hardware.model_shape import ENCODERS
 from inferencecenter.models.files import gguf_paths
+from inferencecenter.models.reference import projector_name
 from inferencecenter.models.script import read_script
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ DAEMON_SETTINGS: Final = frozenset(
     {"max_resident", "min_residency_s", "exit_when_failed", "max_client_crashes", "client_crash_window_s"}
 )
 
+_PROJECTOR: Final = "clip"
+"""The architecture of projectors."""
 _NAME: Final = re.compile(MODEL_NAME)
 _BUNDLED: Final = "InferenceCenter Demo"
 """Name of the bundled model where another one is called ``DEMO``."""
@@ -169,7 +172,14 @@ def read_registry(settings: Settings) -> Registry:
     models = {name: _with_kind(_with_draft(spec, models), settings) for name, spec in models.items()}
     for spec in models.values():
         _check_projector(spec, field="model.mmproj" if spec.name == default.name else f"models.{spec.name}.mmproj")
+    models = {name: _with_projector(spec, scanned) for name, spec in models.items()}
     remarks = scanned.remarks(named={spec.path for spec in models.values()})
+    remarks += tuple(
+        f"{scanned.projectors[spec.path]} is not used, since {spec.name} has positions in two dimensions (M-RoPE), "
+        "which are not supported for images"
+        for spec in models.values()
+        if spec.mmproj is None and _may_have_projector(spec, scanned)
+    )
     return Registry(
         default.name,
         models,
@@ -248,12 +258,14 @@ class _Directory:
     Attributes:
         models: Files that sessions may name.
         unnameable: Files whose names are not allowed, by name.
+        projectors: Projectors by the model's file that they belong to by their names.
         problem: Why the directory cannot be read.
     """
 
     path: Path
     models: dict[str, Path]
     unnameable: dict[str, Path]
+    projectors: dict[Path, Path]
     problem: str = ""
 
     def remarks(self, *, named: Collection[Path]) -> tuple[str, ...]:
@@ -272,7 +284,8 @@ class _Directory:
 
 
 def _scan(directory: Path) -> _Directory:
-    found = _Directory(directory, {}, {})
+    found = _Directory(directory, {}, {}, {})
+    projectors: set[str] = set()
     try:
         paths = gguf_paths(directory)
     except FileNotFoundError:
@@ -282,20 +295,27 @@ def _scan(directory: Path) -> _Directory:
     for path in paths:
         shard = SHARD.match(path.stem)
         name = shard["stem"] if shard else path.stem
-        if path.name.startswith(".") or (shard and int(shard["number"]) != 1) or not _is_model(path):
+        if path.name.startswith(".") or (shard and int(shard["number"]) != 1):
+            continue
+        metadata = read_summary(path)
+        if metadata.get("general.architecture") == _PROJECTOR:
+            projectors.add(path.name)
+        if not _is_model(metadata):
             continue
         group = found.models if _NAME.fullmatch(name) else found.unnameable
         if shard:
             group.setdefault(name, path)
         else:
             group[name] = path
+    for name, path in (found.models | found.unnameable).items():
+        if projector_name(name) in projectors:
+            found.projectors[path] = directory / projector_name(name)
     return found
 
 
-def _is_model(path: Path) -> bool:
+def _is_model(metadata: Mapping[str, object]) -> bool:
     """Return whether a file is a model, not an adapter or projector; an unreadable one fails when it is loaded."""
-    metadata = read_summary(path)
-    return metadata.get("general.type", "model") == "model" and metadata.get("general.architecture") != "clip"
+    return metadata.get("general.type", "model") == "model" and metadata.get("general.architecture") != _PROJECTOR
 
 
 def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[str, Path]) -> ModelSpec:
@@ -392,13 +412,28 @@ def _check_projector(spec: ModelSpec, *, field: str) -> None:
     """
     if spec.mmproj is None or spec.engine.backend != "llama":
         return
-    if read_summary(spec.mmproj).get("general.architecture") != "clip":
+    if read_summary(spec.mmproj).get("general.architecture") != _PROJECTOR:
         found = "is no projector" if spec.mmproj.exists() else "does not exist"
         raise _invalid(
             f"{field} is {spec.mmproj}, which {found}",
             field=field,
             hint="It must be a GGUF file of the architecture clip, usually called mmproj-….gguf.",
         )
+
+
+def _with_projector(spec: ModelSpec, scanned: _Directory) -> ModelSpec:
+    """Return a model without a configured projector with the one beside its file, if the engine can use it."""
+    if spec.mmproj is not None or not _may_have_projector(spec, scanned):
+        return spec
+    metadata = read_summary(spec.path)
+    # Positions in two dimensions (M-RoPE): the engine would refuse the model with a projector.
+    if f"{metadata.get('general.architecture')}.rope.dimension_sections" in metadata:
+        return spec
+    return replace(spec, mmproj=scanned.projectors[spec.path])
+
+
+def _may_have_projector(spec: ModelSpec, scanned: _Directory) -> bool:
+    return spec.path in scanned.projectors and spec.kind == "chat" and spec.engine.backend == "llama"
 
 
 def _with_draft(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> ModelSpec:

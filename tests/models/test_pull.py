@@ -16,7 +16,7 @@ import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models import hub as hub_module
-from inferencecenter.models.files import find_model, list_models, verify
+from inferencecenter.models.files import copy, find_model, list_models, remove, verify
 from inferencecenter.models.hub import ModelHub, hub_of
 from inferencecenter.models.pull import INCOMING, Pulled, PullProgress, pull
 from tests.models.hub_stub import COMMIT, StubFile, StubHub, serving
@@ -420,3 +420,67 @@ def test_pulled_model_can_be_verified(pulls: Puller) -> None:
     verdict = verify(pulls().model)
     assert verdict.checksum_known
     assert ["GGUF" in problem for problem in verdict.problems] == [True]
+
+
+PROJECTOR = random.Random(8).randbytes(50_000)
+
+
+def test_projector_is_pulled_with_its_model(pulls: Puller) -> None:
+    """It is named after the model, counted in the progress, verified, copied and removed with it."""
+    pulls.hub.repos[REPO] |= {"mmproj-F32.gguf": StubFile(CONTENT), "mmproj-F16.gguf": StubFile(PROJECTOR)}
+    pulled = pulls(name="ours")
+    assert pulled.fetched
+    assert pulls.names() == ["mmproj-ours.gguf", "ours.gguf", "ours.json"]
+    assert pulls.told[-1] == PullProgress("mmproj-F16.gguf", 350_000, 350_000)
+    (model,) = list_models(pulls.directory)
+    assert (model.name, model.size_bytes) == ("ours", 350_000)
+    assert model.mmproj == pulls.directory / "mmproj-ours.gguf"
+    assert model.mmproj.read_bytes() == PROJECTOR
+    assert not pulls(name="ours").fetched
+    copy(model, "copied")
+    assert (pulls.directory / "mmproj-copied.gguf").read_bytes() == PROJECTOR
+    remove(pulls.directory, "copied", configured={})
+    model.mmproj.write_bytes(PROJECTOR[:-1] + b"?")
+    assert any("mmproj-ours.gguf has changed" in problem for problem in verify(model).problems)
+    with pytest.raises(InferenceCenterError, match=r"is the file of models\.other\.mmproj"):
+        remove(pulls.directory, "ours", configured={model.mmproj: "models.other.mmproj"})
+    remove(pulls.directory, "ours", configured={})
+    assert pulls.names() == []
+
+
+def test_missing_projector_is_pulled_later(pulls: Puller) -> None:
+    """The model is not downloaded again, and a projector that is there is not replaced."""
+    pulls()
+    pulls.hub.repos[REPO]["mmproj-F16.gguf"] = StubFile(PROJECTOR)
+    pulls.hub.heard.clear()
+    assert pulls().fetched
+    assert [path for _, path, _, _ in pulls.hub.heard if "resolve" in path] == [
+        f"/{REPO}/resolve/{COMMIT}/mmproj-F16.gguf"
+    ]
+    (model,) = list_models(pulls.directory)
+    assert model.manifest is not None
+    assert sorted(model.manifest.sha256) == ["mmproj-tiny-Q8_0.gguf", "tiny-Q8_0.gguf"]
+    pulls.hub.repos[REPO]["mmproj-F16.gguf"] = StubFile(CONTENT)
+    assert not pulls().fetched
+    assert model.mmproj is not None
+    assert model.mmproj.read_bytes() == PROJECTOR
+
+
+def test_projector_can_be_declined_or_pulled_alone(pulls: Puller) -> None:
+    """It is then a file with a name of its own."""
+    pulls.hub.repos[REPO]["mmproj-F16.gguf"] = StubFile(PROJECTOR)
+    pull(ModelHub(pulls.hub.url), f"{REPO}:Q8_0", directory=pulls.directory, with_projector=False)
+    assert pulls.names() == ["tiny-Q8_0.gguf", "tiny-Q8_0.json"]
+    pulls(f"{REPO}/mmproj-F16.gguf")
+    assert pulls.names() == ["mmproj-F16.gguf", "mmproj-F16.json", "tiny-Q8_0.gguf", "tiny-Q8_0.json"]
+
+
+def test_interrupted_pull_of_a_projector_installs_nothing(pulls: Puller) -> None:
+    """A model does not appear without the projector that was wanted; the next pull resumes."""
+    pulls.hub.repos[REPO]["mmproj-F16.gguf"] = StubFile(PROJECTOR, claimed="0" * 64)
+    assert pulls.refused().code is ErrorCode.INVALID_MODEL_FILE
+    assert list_models(pulls.directory) == ()
+    pulls.hub.repos[REPO]["mmproj-F16.gguf"] = StubFile(PROJECTOR)
+    pulls.told.clear()
+    assert pulls().fetched
+    assert pulls.told[0].done_bytes == len(CONTENT)

@@ -15,6 +15,7 @@ from inferencecenter.models.reference import (
     RemoteFile,
     check_name,
     choose,
+    choose_projector,
     file_names,
     list_variants,
     parse_reference,
@@ -154,3 +155,29 @@ def test_file_names_of_a_model() -> None:
     """Parts get the names that llama.cpp expects."""
     assert file_names("a", 1) == ("a.gguf",)
     assert file_names("a", 2) == ("a-00001-of-00002.gguf", "a-00002-of-00002.gguf")
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "chosen"),
+    [
+        ("a-Q8_0.gguf", [], None),
+        ("a-Q8_0.gguf", ["mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf"], "mmproj-F16.gguf"),
+        ("a-Q8_0.gguf", ["mmproj-a-Q8_0.gguf", "mmproj-a-f16.gguf"], "mmproj-a-f16.gguf"),
+        ("a-Q8_0.gguf", ["mmproj-F32.gguf", "mmproj-BF16.gguf"], "mmproj-BF16.gguf"),
+        ("a-Q8_0.gguf", ["mmproj-a-Q8_0.gguf", "mmproj-a-F32.gguf"], "mmproj-a-F32.gguf"),
+        ("a-Q8_0.gguf", ["mmproj-a-Q4_0.gguf", "mmproj-a-Q8_0.gguf"], "mmproj-a-Q8_0.gguf"),
+        ("a-Q8_0.gguf", ["a-mmproj.gguf"], "a-mmproj.gguf"),
+        ("a-Q8_0.gguf", ["mmproj-model-f16.gguf"], "mmproj-model-f16.gguf"),
+        ("a-7B-Q8_0.gguf", ["mmproj-a-3B-f16.gguf", "mmproj-a-7B-f16.gguf"], "mmproj-a-7B-f16.gguf"),
+        ("b-Q8_0.gguf", ["mmproj-a-3B-f16.gguf", "mmproj-a-7B-f16.gguf"], None),
+        ("q8/a-Q8_0.gguf", ["mmproj-F16.gguf", "q8/mmproj-F32.gguf"], "q8/mmproj-F32.gguf"),
+        ("q8/a-Q8_0.gguf", ["mmproj-F16.gguf"], "mmproj-F16.gguf"),
+        ("q8/a-Q8_0.gguf", ["b/mmproj-F16.gguf"], None),
+        ("a-Q8_0.gguf", ["mmproj-00001-of-00002.gguf", "mmproj-00002-of-00002.gguf"], None),
+    ],
+)
+def test_matching_projector(model: str, others: list[str], chosen: str | None) -> None:
+    """It is of the model's folder and name; F16 is preferred to BF16, F32, Q8_0 and others."""
+    variant = choose(parse_reference(f"ada/tiny/{model}"), files(model, *others))
+    projector = choose_projector(variant, files(model, *others))
+    assert (projector and projector.path) == chosen

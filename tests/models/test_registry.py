@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from pathlib import Path
@@ -342,6 +343,19 @@ def test_draft_model_is_a_model_or_a_file(folder: Path, tmp_path: Path) -> None:
     assert _read(folder).get(DEMO).draft is None
 
 
+def test_projector_must_be_a_projector(folder: Path, tmp_path: Path) -> None:
+    """The error names the setting, the file and what it must be."""
+    model, missing = _write(tmp_path / "model.gguf"), tmp_path / "none.gguf"
+    for tables, field in (
+        ({"model": {"path": str(model), "mmproj": "FILE"}}, "model.mmproj"),
+        ({"models": {"big": {"path": str(model), "mmproj": "FILE"}}}, "models.big.mmproj"),
+    ):
+        for file, problem in ((model, "is no projector"), (missing, "does not exist")):
+            refusal = _refused(folder, **json.loads(json.dumps(tables).replace("FILE", str(file))))
+            assert (refusal.field, refusal.message) == (field, f"{field} is {file}, which {problem}")
+            assert "architecture clip" in str(refusal.hint)
+
+
 def test_unknown_draft_model_is_refused(folder: Path) -> None:
     """The error names the model, its requested draft model, and the available ones."""
     refusal = _refused(folder, models={"big": {"path": "/big.gguf", "draft": "tiny"}})
@@ -449,6 +463,47 @@ def test_adapters_and_projectors_are_no_models(folder: Path) -> None:
     assert sorted(files_in(folder)) == ["said", "unsaid"]
     assert _read(folder).remarks == ()
     assert _refused(folder, model={"name": "lora"}).field == "model.name"
+
+
+def test_projector_beside_a_model_is_used(folder: Path, tmp_path: Path) -> None:
+    """It has the model's name; one that is configured takes precedence, other names and directories do not count."""
+    for name in ("seeing", "blind", "split-00001-of-00002", "split-00002-of-00002"):
+        _write(folder / f"{name}.gguf")
+    own = _write(folder / "mmproj-seeing.gguf", architecture="clip")
+    split = _write(folder / "mmproj-split.gguf", architecture="clip")
+    _write(folder / "mmproj-blind.gguf", type="adapter")
+    outside, other = _write(tmp_path / "out.gguf"), _write(tmp_path / "mmproj-out.gguf", architecture="clip")
+    entries = {
+        "second": {"path": str(folder / "seeing.gguf")},
+        "third": {"path": str(folder / "seeing.gguf"), "mmproj": str(other)},
+        "out": {"path": str(outside)},
+    }
+    registry = _read(folder, models=entries)
+    assert {name: spec.mmproj for name, spec in registry.models.items() if name != DEMO} == {
+        "seeing": own,
+        "second": own,
+        "third": other,
+        "split": split,
+        "blind": None,
+        "out": None,
+    }
+    assert registry.remarks == ()
+    assert _read(folder, engine={"backend": "echo"}).get("seeing").mmproj is None
+    assert _read(folder, model={"name": "seeing"}).get("seeing").mmproj == own
+
+
+def test_projector_that_the_engine_would_refuse_is_not_used(folder: Path) -> None:
+    """A model with positions in two dimensions stays usable for text, and a remark says why."""
+    writer = gguf.GGUFWriter(folder / "wide.gguf", "qwen2vl")
+    writer.add_rope_dimension_sections([16, 24, 24, 0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    _write(folder / "mmproj-wide.gguf", architecture="clip")
+    registry = _read(folder)
+    assert registry.get("wide").mmproj is None
+    (remark,) = registry.remarks
+    assert "mmproj-wide.gguf is not used" in remark
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16])
