@@ -1,4 +1,4 @@
-"""``inferencecenter backup``: consistent copies of accounts and sessions; works alongside a running daemon."""
+"""``inferencecenter backup``: consistent copies of accounts, sessions and images; works alongside a running daemon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sqlite3
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -17,8 +17,12 @@ from inferencecenter.cli.state_files import unavailable
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.sqlite_file import FileMovedError, connect, copy, integrity_error
 from inferencecenter.server.control import check_open_files
+from inferencecenter.sessions.images.store import IMAGES_NAME
 from inferencecenter.sessions.store.database import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
+
+# Images last: those that the copied sessions name are there by then.
+_NAMES: Final = (ACCOUNTS_NAME, SESSIONS_NAME, IMAGES_NAME)
 
 
 def backup(
@@ -28,10 +32,10 @@ def backup(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Back up the databases of accounts and sessions into a new directory; `restore` puts them back."""
+    """Back up the databases of accounts, sessions and images into a new directory; `restore` puts them back."""
     settings = load_settings(config, given(state_dir=state_dir))
     _check_in_place(settings.state_dir)
-    sources = [path for name in (ACCOUNTS_NAME, SESSIONS_NAME) if (path := settings.state_dir / name).exists()]
+    sources = [path for name in _NAMES if (path := settings.state_dir / name).exists()]
     if not sources:
         raise unavailable(f"{settings.state_dir} holds neither accounts nor sessions", "Check the state directory.")
     try:

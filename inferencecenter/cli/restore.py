@@ -27,6 +27,7 @@ from inferencecenter.core.sqlite_file import (
     replace_file,
     version_of,
 )
+from inferencecenter.sessions.images.store import IMAGES_NAME, IMAGES_STEPS
 from inferencecenter.sessions.store.database import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
 from inferencecenter.sessions.store.schema import MIGRATIONS as SESSIONS_STEPS
@@ -36,7 +37,11 @@ if TYPE_CHECKING:
 
     from inferencecenter.core.sqlite_file import Steps
 
-_STEPS: Final[Mapping[str, Steps]] = {ACCOUNTS_NAME: ACCOUNTS_STEPS, SESSIONS_NAME: SESSIONS_STEPS}
+_STEPS: Final[Mapping[str, Steps]] = {
+    ACCOUNTS_NAME: ACCOUNTS_STEPS,
+    SESSIONS_NAME: SESSIONS_STEPS,
+    IMAGES_NAME: IMAGES_STEPS,
+}
 
 
 def restore(

@@ -13,7 +13,9 @@ import pytest
 
 from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.auth.accounts import Accounts
+from inferencecenter.protocol.values import MessageImage
 from inferencecenter.server import control
+from inferencecenter.sessions.images.store import IMAGES_NAME, ImageFile
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
 from tests.sessions.store.stores import kept_in, settled, was_clean
@@ -59,6 +61,20 @@ async def test_backup_contains_both_files(cli: Cli, running: SessionStore, tmp_p
     with contextlib.closing(Accounts.open(target / ACCOUNTS_NAME, clock=time.time)) as accounts:
         assert accounts.has_client("ada")
     assert running.fault is None
+
+
+def test_backup_and_restore_include_images(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
+    """With the files of all images."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    image = MessageImage(digest="5" * 64, width=2, height=1, media_type="image/png")
+    with contextlib.closing(ImageFile(state_dir / IMAGES_NAME, sessions=state_dir / DATABASE_NAME)) as file:
+        file.add("ada", image, b"sun", now=0.0, max_bytes=10)
+    assert json.loads(cli.run("backup", str(tmp_path / "backup"), "--json").out)["files"] == [IMAGES_NAME]
+    restored = cli.run("restore", str(tmp_path / "backup"), "--replace")
+    assert restored.code == 0, restored.err
+    with contextlib.closing(ImageFile(state_dir / IMAGES_NAME, sessions=state_dir / DATABASE_NAME)) as file:
+        assert file.find("ada", image.digest, now=1.0) == image
+        assert file.read(image.digest) == b"sun"
 
 
 async def test_backup_is_marked_unclean(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
