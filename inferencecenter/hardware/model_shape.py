@@ -217,7 +217,7 @@ def describe_projector(file: GgufFile) -> ProjectorShape:
 
     def number(name: str) -> int:
         value = file.metadata.get(f"clip.vision.{name}", 0)
-        return value if isinstance(value, int) else 0
+        return value if isinstance(value, int) and 0 <= value <= _MAX_WIDTH else 0
 
     patches = (number("image_size") // max(1, number("patch_size"))) ** 2
     rows = 4 * patches * (number("feed_forward_length") + 4 * number("embedding_length"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from gguf import GGUFWriter
 from structlog.testing import capture_logs
 
 from benchmarks.header import HEADERS, write_header
@@ -130,6 +131,21 @@ def test_plan_includes_the_projector(tmp_path: Path, options: EngineOptions) -> 
     reported.first(options.replace(mmproj_path=str(mmproj)))
     assert reported.report is not None
     assert "mmproj" in [reason.name for reason in reported.report.reasons]
+
+
+@pytest.mark.parametrize("length", [-(2**31), 2**31 - 1])
+def test_implausible_projector_frees_no_memory(tmp_path: Path, options: EngineOptions, length: int) -> None:
+    """What its header cannot mean counts as nothing: the engine refuses the file."""
+    mmproj = tmp_path / "mmproj.gguf"
+    writer = GGUFWriter(mmproj, "clip")
+    for name in ("image_size", "patch_size", "embedding_length", "feed_forward_length", "attention.head_count"):
+        writer.add_int32(f"clip.vision.{name}", length)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    shape = read_shape(Path(options.model_path), mmproj=mmproj)
+    assert shape.projector is not None
+    assert shape.projector.bytes == 0
 
 
 def test_projector_is_loaded_on_the_planned_device(tmp_path: Path, options: EngineOptions) -> None:

@@ -22,6 +22,7 @@ from inferencecenter.hardware.placement import MIB, Device, Host, PlacementConst
 from inferencecenter.hardware.split import CONTEXT_BYTES, plan
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import BufferUse
+from tests.engine.llama.tiny_projectors import write_projector
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,6 +142,19 @@ def test_gpu_is_found_by_its_address_or_name(tmp_path: Path, demo: EngineOptions
     assert (
         load(tmp_path, demo, n_gpus=2)["FAKE0"].weight_bytes == load(tmp_path, by_name, n_gpus=2)["FAKE1"].weight_bytes
     )
+
+
+def test_projector_is_on_the_named_gpu(tmp_path: Path, demo: EngineOptions) -> None:
+    """It may be another than that of the layers; the buffer for an image is allocated at load."""
+    mmproj = tmp_path / "mmproj.gguf"
+    write_projector(mmproj, n_embd=192)
+    seeing = demo.replace(mmproj_path=str(mmproj), mmproj_device="FAKE1")
+    taken, plain = load(tmp_path, seeing, n_gpus=2), load(tmp_path, demo, n_gpus=2)
+    assert taken["FAKE0"] == plain["FAKE0"]
+    assert "FAKE1" not in plain
+    assert taken["FAKE1"].compute_bytes > 0
+    host = load(tmp_path, demo.replace(mmproj_path=str(mmproj)), n_gpus=2)
+    assert "FAKE1" not in host
 
 
 def test_without_a_gpu_no_gpu_memory_is_used(tmp_path: Path, demo: EngineOptions) -> None:
