@@ -37,6 +37,7 @@ class EngineMeters:
     batch_turns: Distribution
     decode_s: Count
     prefill_s: Count
+    encode_s: Count
     prefill_tokens: Count
     drafted: Count
     accepted: Count
@@ -97,6 +98,7 @@ class EngineMetrics:
         )
         self.decode_s = registry.counter("decode_seconds", "Time spent on decode.", "model")
         self.prefill_s = registry.counter("prefill_seconds", "Time spent on prefill.", "model")
+        self.encode_s = registry.counter("image_encode_seconds", "Time spent on encoding images.", "model")
         self.prefill_tokens = registry.counter(
             "prefill_tokens", "Tokens computed by prefill, including those computed again after a preemption.", "model"
         )
@@ -149,6 +151,7 @@ class EngineMetrics:
             batch_turns=self.batch_turns.labels(model),
             decode_s=self.decode_s.labels(model),
             prefill_s=self.prefill_s.labels(model),
+            encode_s=self.encode_s.labels(model),
             prefill_tokens=self.prefill_tokens.labels(model),
             drafted=self.drafted_tokens.labels(model),
             accepted=self.accepted_tokens.labels(model),

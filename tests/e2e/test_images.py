@@ -86,6 +86,7 @@ async def test_image_stays_in_the_session(daemon: Daemon) -> None:
         transcript = (await client.ask(op="get_session", session_id=session))["transcript"]
         (shown,) = transcript[0]["images"]
         fetched = await client.ask(op="get_image", digest=shown["digest"])
+    assert daemon.metric("image_encode_seconds_total") > 0
     assert transcript[0]["content"] == "\ufffcWhat is it?"
     assert base64.b64decode(fetched["data"]) == RED
 
