@@ -77,8 +77,7 @@ def _count(work: StepStats, meters: EngineMeters) -> None:
     if work.prefill_tokens:
         meters.prefill_tokens.value += work.prefill_tokens
         meters.prefill_s.value += work.prefill_s
-    if work.encode_s:
-        meters.encode_s.value += work.encode_s
+    meters.encode_s.value += work.encode_s
     if work.rows or work.prefill_tokens:
         meters.step_s.observe(work.step_s)
     if work.texts:
