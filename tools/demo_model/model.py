@@ -107,8 +107,11 @@ class DemoModel(nn.Module):  # type: ignore[misc]
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Returns the normed last states, (batch, tokens, width), of ids (batch, tokens)."""
-        tokens = ids.shape[1]
-        x = self.token_embd(ids)
+        return self.states(self.token_embd(ids))
+
+    def states(self, x: Tensor) -> Tensor:
+        """Returns the normed last states of embeddings, both (batch, tokens, width)."""
+        tokens = x.shape[1]
         for block in self.blk:
             x = block(x, self.cosines[:tokens], self.sines[:tokens])
         normed: Tensor = self.output_norm(x)
