@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+from base64 import b64encode
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -16,6 +17,7 @@ from inferencecenter.api.endpoint import BODY_ERRORS, COMMON_ERRORS, Operation
 from inferencecenter.core.errors import ERRORS, ErrorCode
 from tests.fuzz.budget import examples
 from tests.fuzz.json_document import changed
+from tests.sessions.images.files import image_file
 
 if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
@@ -42,6 +44,7 @@ BLOCKS: Final[list[dict[str, Any]]] = [
     },
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "noon", "is_error": False}]},
 ]
+IMAGE: Final = b64encode(image_file()).decode()
 SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION: Final = {"name": "now", "description": "Tells the time.", "parameters": SCHEMA}
 BODIES: Final[dict[str, list[dict[str, Any]]]] = {
@@ -67,6 +70,19 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
             "model": "echo",
             "messages": MESSAGES[:2],
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+            "max_tokens": 4,
+        },
+        {
+            "model": "echo",
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "Look:"},
+                        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}"}},
+                    ],
+                }
+            ],
             "max_tokens": 4,
         },
     ],
@@ -115,6 +131,18 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
             "thinking": {"type": "adaptive"},
         },
         {"model": "echo", "max_tokens": 4, "messages": BLOCKS[:1], "stream": True, "stop_sequences": ["x"]},
+        {
+            "model": "echo",
+            "max_tokens": 4,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IMAGE}}
+                    ],
+                }
+            ],
+        },
     ],
     "/v1/messages/count_tokens": [{"model": "echo", "messages": BLOCKS[:1], "system": "Be brief."}],
     "/api/chat": [
@@ -133,6 +161,7 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
     "/api/generate": [
         {"model": "echo", "prompt": "Hi", "system": "Be brief.", "options": {"num_predict": 4, "stop": ["x"]}},
         {"model": "echo", "prompt": "Hi", "raw": True, "stream": False, "format": "json", "context": [1, 2]},
+        {"model": "echo", "prompt": "Hi", "images": [IMAGE], "options": {"num_predict": 4}},
         {"model": "echo", "prompt": "def f", "suffix": "return x", "options": {"num_predict": 4}},
     ],
     "/api/embed": [{"model": "echo", "input": ["a", "b"], "truncate": True, "dimensions": 4}],
@@ -146,6 +175,7 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
         {"text": "Hi", "count_only": True},
     ],
     "/detokenize": [{"tokens": [72, 105]}],
+    "/images": [{"data": IMAGE}],
 }
 SEGMENTS: Final = st.sampled_from(
     ["echo", "resp_5", "..", "%2e%2e", "%00", "%ff", "x" * 5000, "a%2Fb", "%F0%9F%98%80", ".", "%25s", "a;b", "null"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -16,6 +17,7 @@ from inferencecenter.protocol.codec import REQUESTS
 from tests.fuzz.budget import examples
 from tests.fuzz.json_document import ODD_VALUES, changed
 from tests.fuzz.test_http import BODIES, INTERNAL, SCHEMA
+from tests.sessions.images.files import image_file
 
 if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
@@ -28,6 +30,14 @@ HISTORY: Final = [
     {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "name": "now", "arguments": "{}"}]},
     {"role": "tool", "content": "noon", "tool_call_id": "c1"},
 ]
+LOOK: Final = {
+    "role": "user",
+    "content": [
+        {"type": "text", "text": "Look: "},
+        {"type": "image", "data": b64encode(image_file()).decode()},
+        {"type": "image", "digest": "0" * 64},
+    ],
+}
 TURN: Final = {"session_id": SESSION, "prompt": "Hi", "params": {"max_tokens": 4}}
 FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
     "hello": [{}],
@@ -39,6 +49,7 @@ FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
     "infer": [
         TURN | {"params": PARAMS, "turn_key": "k", "n_probs": 1, "thinking": False, "priority": "normal"},
         {"session_id": SESSION, "messages": HISTORY, "params": {"max_tokens": 4}},
+        {"session_id": SESSION, "messages": [LOOK], "params": {"max_tokens": 4}},
         TURN | {"tools": [{"name": "now", "parameters": SCHEMA}], "tool_choice": {"name": "now"}},
         TURN | {"json_schema": SCHEMA},
         TURN | {"regex": "[a-z]+"},
@@ -52,7 +63,8 @@ FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
     "revoke_share": [{"share_id": "sh_none"}],
     "list_mcp_tools": [{}, {"server": "none"}],
     "call_mcp_tool": [{"session_id": SESSION, "call_id": "c1", "server": "none", "tool": "now"}],
-    "append": [{"session_id": SESSION, "messages": HISTORY}],
+    "append": [{"session_id": SESSION, "messages": HISTORY}, {"session_id": SESSION, "messages": [LOOK]}],
+    "get_image": [{"digest": "0" * 64}],
     "fork_session": [{"session_id": SESSION, "turn": "start"}],
     "rewind_session": [{"session_id": SESSION, "turn": "start"}],
     "set_metadata": [{"session_id": SESSION, "metadata": {"a": "b"}}],

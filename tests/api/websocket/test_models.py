@@ -69,7 +69,8 @@ async def test_model_in_the_list(two_models: Running) -> None:
     async with two_models.v1() as socket:
         await receive(socket)
         models = (await ask(socket, op="list_models"))["models"]
-    assert models[0] == {"name": "other", "default": False, "kind": "chat", "state": "unloaded", "detail": ""}
+    known = {"name": "other", "default": False, "kind": "chat", "state": "unloaded", "detail": "", "vision": False}
+    assert models[0] == known
 
 
 @pytest.mark.parametrize("op", ["load_model", "unload_model"])
