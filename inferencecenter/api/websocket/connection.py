@@ -265,6 +265,11 @@ class Connection(SocketConnection[Outbox]):
         sessions = self.context.sessions
         owner = sessions.image_owner(self.client, request.session_id)
         messages = await sessions.images.resolve(owner, request.messages or ())
+        try:
+            sessions.image_owner(self.client, request.session_id)
+        except InferenceCenterError:  # it was closed meanwhile
+            sessions.images.release(owner.client_id, owner.session_id)
+            raise
         return request.model_copy(update={"messages": messages})
 
     async def _read(self, text: str) -> Frame:

@@ -43,6 +43,7 @@ DECODER: Final = "inferencecenter.sessions.images.decoding_worker"
 FORMATS_HINT: Final = "PNG, JPEG, WebP and GIF files are supported; of an animation the first frame is used."
 _WALL_S: Final = 60.0
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
+MAX_POOL_BYTES: Final = 256 * 1024 * 1024
 _PIXEL_BYTES: Final = 64 * 1024 * 1024
 """Decoded pixels that are kept for the engine, which requests them soon after an image arrived."""
 _COLLECT_EVERY: Final = 64
@@ -94,8 +95,8 @@ def has_images(messages: Iterable[ChatMessage | MessageInParts]) -> bool:
 class ImageOwner:
     """The session that an image is for; the files of one that is not ``stored`` stay in memory.
 
-    Without a session, images belong to requests that send the whole conversation each time: the least recently used of
-    a client are evicted.
+    Without a session, images belong to requests that send the whole conversation each time: the least recently used
+    are evicted.
     """
 
     client_id: str
@@ -114,6 +115,14 @@ class _HeldImages:
     def n_bytes(self) -> int:
         return sum(len(file) for _, file in self.files.values())
 
+    def evict(self, n_bytes: int) -> int:
+        """Forget the least recently used images of at least ``n_bytes``, or all; return how many bytes they had."""
+        evicted = 0
+        while self.files and evicted < n_bytes:
+            _, (_, file) = self.files.popitem(last=False)
+            evicted += len(file)
+        return evicted
+
 
 class ImageLibrary:
     """Images of all clients. Methods are called on the event loop.
@@ -122,22 +131,25 @@ class ImageLibrary:
         file: Where images are stored; ``None`` if no session is.
         max_bytes: Bytes that a client's images in the file may have together.
         max_held_bytes: Bytes that a client's images in memory may have together.
+        max_pool_bytes: Bytes that the images of requests without a session may have together, for all clients.
         clock: Unix seconds.
         decoded: Decodes a file; blocks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only; most have defaults
         self,
         file: ImageFile | None,
         *,
         max_bytes: int,
         clock: Callable[[], float],
         max_held_bytes: int = MAX_HELD_BYTES,
+        max_pool_bytes: int = MAX_POOL_BYTES,
         decoded: Callable[[bytes], DecodedImage] = decode,
     ) -> None:
         self._file = file
         self._max_bytes = max_bytes
         self._max_held_bytes = max_held_bytes
+        self._max_pool_bytes = max_pool_bytes
         self._clock = clock
         self._decoded = decoded
         self._decoder = FairWorker("image-decoder")
@@ -314,13 +326,25 @@ class ImageLibrary:
             others = (each for each in self._held.values() if each.client_id == owner.client_id and each is not held)
             total += sum(each.n_bytes for each in others)
         else:
-            while held.files and total > self._max_held_bytes:
-                _, (_, evicted) = held.files.popitem(last=False)
-                total -= len(evicted)
+            total -= held.evict(total - self._max_held_bytes)
         if total > self._max_held_bytes:
             raise too_many_bytes(total, self._max_held_bytes)
-        self._held[place] = held
         held.files[image.digest] = (image, file)
+        if not owner.session_id:
+            self._make_room(place)
+        self._held[place] = held
+
+    def _make_room(self, used: tuple[str, str]) -> None:
+        """Bound the images of all requests without a session; those of the client that sent some last stay."""
+        held = self._held.pop(used, None)  # so that it is the last
+        pools = {place: each for place, each in self._held.items() if not place[1]}
+        excess = sum(each.n_bytes for each in pools.values()) + (held.n_bytes if held else 0) - self._max_pool_bytes
+        for place, each in pools.items():
+            if excess <= 0:
+                break
+            excess -= each.evict(excess)
+            if not each.files:
+                del self._held[place]
 
     def _keep_pixels(self, digest: str, pixels: bytes) -> None:
         self._pixels[digest] = pixels

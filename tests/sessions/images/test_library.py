@@ -58,7 +58,12 @@ class Images:
         """The library of another daemon on the same files."""
         file = ImageFile(self.directory / IMAGES_NAME, sessions=self.directory / DATABASE_NAME)
         self.library = ImageLibrary(
-            file, max_bytes=max_bytes, max_held_bytes=100, clock=lambda: self.now, decoded=self._decode
+            file,
+            max_bytes=max_bytes,
+            max_held_bytes=100,
+            max_pool_bytes=200,
+            clock=lambda: self.now,
+            decoded=self._decode,
         )
         return self.library
 
@@ -167,6 +172,19 @@ async def test_images_without_a_session_are_evicted(images: Images) -> None:
     assert len(images.decoded) == 4
     with pytest.raises(InferenceCenterError, match="101 bytes; 100 are allowed"):
         await resolve(images, requests, question(b"d" * 101))
+
+
+async def test_images_without_a_session_are_bounded_for_all_clients(images: Images) -> None:
+    """Those of the client that sent some last stay, also if they are new."""
+    for client in ("ada", "bob", "cy"):
+        await resolve(images, ImageOwner(client), question(b"a" * 80, client.encode()))
+    await resolve(images, ImageOwner("bob"), question(b"bob"))
+    assert len(images.decoded) == 6
+    await resolve(images, ImageOwner("cy"), question(b"c" * 20))
+    await resolve(images, ImageOwner("cy"), question(b"a" * 80))
+    with pytest.raises(InferenceCenterError):
+        await images.library.read("ada", digest_of(b"a" * 80))
+    assert (await images.library.read("cy", digest_of(b"c" * 20)))[1] == b"c" * 20
 
 
 async def test_images_of_a_request_are_bounded(images: Images) -> None:
