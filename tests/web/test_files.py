@@ -222,7 +222,7 @@ async def test_unsuitable_files_are_refused(browser: Browser, echo: Daemon) -> N
         await expect(notices).to_have_count(len(refused) + 1)
         for name, (_, why) in refused.items():
             await expect(notices.filter(has_text=name)).to_contain_text(why)
-        await expect(notices.filter(has_text="photo.png")).to_contain_text("The browser cannot read this image.")
+        await expect(notices.filter(has_text="photo.png")).to_contain_text("does not take images.")
         await expect(attached(visit).locator(".chip")).to_contain_text([f"wide.txt{len(CSV)} tokens"])
         assert await barriers(visit) == []
         await visit.button("Dismiss: old.txt").click()

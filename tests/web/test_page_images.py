@@ -133,10 +133,17 @@ async def test_edited_question_keeps_its_images(browser: Browser, seeing: Daemon
         assert (question["content"], len(question["images"])) == ("\ufffcWhat color?", 1)
 
 
-async def test_blind_model_refuses_in_words(browser: Browser, daemon: Daemon) -> None:
-    """The question stays, with what the operator can do."""
+async def test_file_that_is_no_image_is_refused(browser: Browser, seeing: Daemon) -> None:
+    """Before it is sent."""
+    async with signed_in(browser, seeing) as visit:
+        await attach(visit, payload("broken.png", b"no image", "image/png"))
+        await expect(visit.page.get_by_role("alert")).to_contain_text("The browser cannot read this image.")
+
+
+async def test_image_for_a_blind_model_is_refused_before_it_is_sent(browser: Browser, daemon: Daemon) -> None:
+    """The message that is being written stays."""
     async with signed_in(browser, daemon) as visit:
-        chips = await attach(visit, payload("red.png", RED, "image/png"))
-        await expect(chips.locator("img[data-loaded=true]")).to_have_count(1)
-        await visit.ask("What is it?")
-        await expect(visit.page.get_by_role("alert")).to_contain_text("the model demo does not take images")
+        await visit.composer.fill("What is it?")
+        await visit.page.get_by_label("Files to attach").set_input_files([payload("red.png", RED, "image/png")])
+        await expect(visit.page.get_by_role("alert")).to_contain_text("red.png The model demo does not take images.")
+        await expect(visit.composer).to_have_value("What is it?")

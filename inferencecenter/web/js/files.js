@@ -4,7 +4,7 @@
 import { kib, messageRoom } from "./conversations.js";
 import { filesOf, incoming, keepFiles } from "./drafts.js";
 import { loadTexts, t } from "./i18n.js";
-import { modelOf } from "./models.js";
+import { modelOf, models } from "./models.js";
 import { link } from "./state.js";
 import { keptToken } from "./storage.js";
 import { messageOf, question } from "./wire/transcript.js";
@@ -47,6 +47,7 @@ export async function attachFiles(session, files, password) {
   for (const [at, { key, name }] of coming.entries()) {
     const place = () => incoming.peek().find((each) => each.key === key);
     try {
+      if (isImage(files[at])) checkTakesImages(modelOf(session));
       const file = isImage(files[at]) ? await imageFile(files[at], name) : await textFile(session, files[at], name, password);
       await checkContext(session, file);
       const there = place();
@@ -83,6 +84,17 @@ export async function countAgain(session) {
 /** @param {File} file  SVG is text. */
 function isImage(file) {
   return file.type.startsWith("image/") && file.type !== "image/svg+xml";
+}
+
+/**
+ * @param {string} name  Of a model; one that is not known yet is asked when the message is sent.
+ * @throws {RefusedFileError}
+ */
+function checkTakesImages(name) {
+  const known = models.peek() ?? [];
+  if (known.find((model) => model.name === name)?.vision !== false) return;
+  const others = known.filter(({ vision }) => vision).map((model) => model.name).join(", ");
+  throw new RefusedFileError(t(others ? "files.image_other_model" : "files.image_no_model", { model: name, others }));
 }
 
 /**

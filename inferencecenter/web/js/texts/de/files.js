@@ -15,6 +15,8 @@ const texts = {
   "files.not_kept": "Sie ist angehängt, bleibt beim Neuladen der Seite aber nicht erhalten: Der Speicher des Browsers ist voll.",
   "files.unreadable": "Sie konnte nicht gelesen werden.",
   "files.image": "Der Browser kann dieses Bild nicht lesen.",
+  "files.image_no_model": "Das Modell {model} nimmt keine Bilder an.",
+  "files.image_other_model": "Das Modell {model} nimmt keine Bilder an. Diese schon: {others}.",
   "files.image_too_large": "Dieses Bild lässt sich nicht klein genug machen, um es zu senden.",
   "files.image_number": "Bild {n}",
   "files.image_open": "Bild {n} öffnen",

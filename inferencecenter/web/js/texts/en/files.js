@@ -15,6 +15,8 @@ const texts = {
   "files.not_kept": "It is attached, but is not kept if the page is reloaded: the browser's storage is full.",
   "files.unreadable": "It could not be read.",
   "files.image": "The browser cannot read this image.",
+  "files.image_no_model": "The model {model} does not take images.",
+  "files.image_other_model": "The model {model} does not take images. These do: {others}.",
   "files.image_too_large": "This image cannot be made small enough to be sent.",
   "files.image_number": "Image {n}",
   "files.image_open": "Open image {n}",
