@@ -11,6 +11,7 @@ from playwright.async_api import expect
 from tests.e2e.harness import connect_client, run_daemon
 from tests.engine.llama.tiny_projectors import write_projector
 from tests.sessions.images.files import image_file
+from tests.web import node
 from tests.web.browser import MARKS, PHONE, barriers, signed_in
 
 if TYPE_CHECKING:
@@ -113,6 +114,17 @@ async def test_images_are_pasted_and_dropped(browser: Browser, seeing: Daemon) -
         assert (question["content"], len(question["images"])) == ("\ufffc", 1)
 
 
+async def test_chip_shows_its_own_image_after_another_is_removed(browser: Browser, seeing: Daemon) -> None:
+    """Its name and its picture belong together."""
+    blue = image_file((32, 32), color="blue")
+    async with signed_in(browser, seeing) as visit:
+        chips = await attach(visit, payload("red.png", RED, "image/png"), payload("blue.png", blue, "image/png"))
+        await expect(chips.locator("img[data-loaded=true]")).to_have_count(2)
+        await visit.button("Remove red.png").click()
+        await expect(chips).to_contain_text(["blue.png"])
+        assert await chips.locator("img").evaluate("(image) => image.decode().then(() => image.naturalWidth)") == 32
+
+
 async def test_edited_question_keeps_its_images(browser: Browser, seeing: Daemon) -> None:
     """They are named by digest then, and can be removed."""
     async with signed_in(browser, seeing) as visit:
@@ -147,3 +159,16 @@ async def test_image_for_a_blind_model_is_refused_before_it_is_sent(browser: Bro
         await visit.page.get_by_label("Files to attach").set_input_files([payload("red.png", RED, "image/png")])
         await expect(visit.page.get_by_role("alert")).to_contain_text("red.png The model demo does not take images.")
         await expect(visit.composer).to_have_value("What is it?")
+
+
+async def test_exports_say_where_images_were() -> None:
+    """Their files are not part of an export, so an import has none."""
+    image = {"digest": "0" * 64, "width": 2, "height": 1, "media_type": "image/png"}
+    said = {"role": "user", "content": "\ufffcWhat is it?", "images": [image]}
+    body = """
+      const [{ messages }] = conversationsIn(JSON.stringify({ conversations: [{ title: "T", messages: [input] }] }));
+      return [asMarkdown({ title: "T", messages: [input] }), messages];
+    """
+    markdown, messages = node.run('import { asMarkdown, conversationsIn } from "JS/transfer.js";', body, given=said)
+    assert markdown.endswith("\n\n[image]What is it?\n")
+    assert messages == [{"role": "user", "content": "[image]What is it?"}]

@@ -3,17 +3,22 @@
 
 import { t } from "./i18n.js";
 import { WireError } from "./wire/errors.js";
+import { textOf } from "./wire/transcript.js";
 
 /**
  * @typedef {import("./wire/types.js").ChatMessage} ChatMessage
  * @typedef {{title: string, model?: string, messages: readonly ChatMessage[]}} Exported
  */
 
+/** Stands for an image in an export. */
+const NO_IMAGE = "[image]";
 const ROLES = /** @type {const} */ ({ system: "role.system", user: "role.user", assistant: "role.assistant", tool: "role.tool" });
 
 /** @param {Exported} conversation */
 export function asMarkdown({ title, messages }) {
-  const parts = messages.map(({ role, content, tool_calls: calls }) => {
+  const parts = messages.map((message) => {
+    const { role, tool_calls: calls } = message;
+    const content = textOf(message, NO_IMAGE);
     const called = (calls ?? []).map((call) => `${t("message.called", { name: `\`${call.name}\`` })}:\n\n${fenced(call.arguments, "json")}`);
     const text = role === "tool" ? fenced(content, "") : content;
     return [`## ${t(ROLES[role])}`, ...(text ? [text] : []), ...called].join("\n\n");
@@ -51,7 +56,16 @@ export function conversationsIn(text) {
     const isRight = typeof each?.title === "string" && Array.isArray(each.messages) && each.messages.every(isMessage);
     if (!isRight) throw refused(t("transfer.bad_entry", { at: at + 1 }));
   }
-  return all;
+  return all.map((each) => ({ ...each, messages: each.messages.map(withoutImages) }));
+}
+
+/**
+ * Returns a message without its images, whose files are not part of an export.
+ *
+ * @param {ChatMessage} message
+ */
+function withoutImages({ images, ...message }) {
+  return { ...message, content: textOf({ ...message, images }, NO_IMAGE) };
 }
 
 /**

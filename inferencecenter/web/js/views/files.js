@@ -85,7 +85,7 @@ function Password({ name, onEnter }) {
 export function RemovableFiles({ files, onRemove }) {
   return files.map(
     ({ name, text, tokens, image }, at) => html`<span class="chip file-chip" key=${at}>
-      ${image ? html`<${Picture} image=${image} alt="" />` : html`<${Icon} name="file" />`}
+      ${image ? html`<${Picture} key=${image.source ?? image.digest} image=${image} alt="" />` : html`<${Icon} name="file" />`}
       <span class="chip-name" dir="auto" title=${name}>${name || t("files.image_number", { n: at + 1 })}</span>
       <span class="file-size">${image ? dimensions(image) : tokens === null || tokens === undefined ? sizeWords(text) : t("files.tokens", { n: tokens })}</span>
       <button type="button" class="chip-clear" aria-label=${t("files.remove_one", { name: name || t("files.image_number", { n: at + 1 }) })}
@@ -107,7 +107,7 @@ function SentImage({ image, number }) {
   const alt = t("files.image_number", { n: number });
   return html`
     <button type="button" class="sent-image" aria-label=${t("files.image_open", { n: number })} title=${t("files.image_open", { n: number })}
-      onClick=${() => setOpen(true)}><${Picture} image=${image} alt=${alt} /></button>
+      onClick=${() => setOpen(true)}><${Picture} key=${image.source ?? image.digest} image=${image} alt=${alt} /></button>
     ${open && html`<${ImageView} image=${image} alt=${alt} onClose=${() => setOpen(false)} />`}
   `;
 }
@@ -136,6 +136,10 @@ function Picture({ image, alt }) {
   const ref = useRef(/** @type {HTMLImageElement | null} */ (null));
   const [source, setSource] = useState(image.source ?? fetched.get(image.digest) ?? "");
   const [failed, setFailed] = useState(false);
+  const isConnected = link.value?.state.value === "open";
+  useEffect(() => {
+    if (isConnected) setFailed(false);
+  }, [isConnected]);
   useEffect(() => {
     const element = ref.current;
     if (source || failed || !element) return undefined;
@@ -160,6 +164,8 @@ const EMPTY = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAI
 const MOST_FETCHED = 64;
 /** @type {Map<string, string>}  Data URLs of images by digest, the latest last. */
 const fetched = new Map();
+// Another user's images are not kept.
+link.subscribe(() => fetched.clear());
 
 /**
  * @param {SeenImage} image

@@ -4,7 +4,7 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../
 import { full } from "../list.js";
 import { copy } from "../text/blocks.js";
 import { MarkdownView } from "../text/markdown.js";
-import { messageOf, partsOf } from "../wire/transcript.js";
+import { messageOf, partsOf, textOf } from "../wire/transcript.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";
 import { Outcome, Progress } from "./outcome.js";
@@ -68,7 +68,8 @@ function Asked({ message, doing: { edit, isIdle } }) {
     return html`<${Reply} answer=${{ content, reasoning, toolCalls }} waiting="" doing=${NOTHING} />`;
   }
   if (message.role === "tool") {
-    return html`<details class="tool"><summary><${Icon} name="tool" /> ${t("role.tool")}</summary><pre tabindex="0">${message.content}</pre></details>`;
+    return html`<details class="tool"><summary><${Icon} name="tool" /> ${t("role.tool")}</summary><pre tabindex="0">${textOf(message)}</pre>
+      ${message.images && html`<${Lazy} load=${fileViews} name="FileList" files=${files.filter(({ image }) => image)} />`}</details>`;
   }
   if (editing && edit && isIdle?.()) {
     const save = (/** @type {ChatMessage} */ changed) => {
@@ -82,7 +83,7 @@ function Asked({ message, doing: { edit, isIdle } }) {
       ${files.length > 0 && html`<${Lazy} load=${fileViews} name="FileList" files=${files} />`}
       ${(text || files.length === 0) && html`<${Bubble} text=${text} />`}
       <div class="actions">
-        <${CopyButton} text=${message.images ? text : message.content} />
+        <${CopyButton} text=${textOf(message)} />
         ${edit && html`<${Action} whenIdle icon="edit" label=${t("message.edit")} onClick=${() => setEditing(true)} />`}
       </div>
     </article>

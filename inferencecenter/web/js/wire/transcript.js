@@ -215,6 +215,16 @@ export function messageOf(files, text) {
 }
 
 /**
+ * Returns the text of a message for where images cannot be shown.
+ *
+ * @param {ChatMessage} message
+ * @param {string} [instead]  Stands for each image.
+ */
+export function textOf({ content, images }, instead = "") {
+  return images ? content.replaceAll(IMAGE_MARK, instead) : content;
+}
+
+/**
  * Returns the files of a message, images among them, and its text.
  *
  * @param {ChatMessage} message
@@ -222,7 +232,7 @@ export function messageOf(files, text) {
  */
 export function partsOf({ content, images }) {
   if (!images) return filesIn(content);
-  const { files, text } = filesIn(content.replaceAll(IMAGE_MARK, ""));
+  const { files, text } = filesIn(textOf({ role: "user", content, images }));
   return { files: [...images.map((image) => ({ name: "", text: "", image })), ...files], text };
 }
 
