@@ -179,9 +179,14 @@ def _event(row: Operation, schemas: Schemas) -> dict[str, Any]:
         "properties": {
             "event": {"type": "string", "description": "Its name, where it has one."},
             "data": {
-                "type": "string",
-                "contentMediaType": "application/json",
-                "contentSchema": {"anyOf": [data, failure]},
+                "anyOf": [
+                    {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "contentSchema": {"anyOf": [data, failure]},
+                    },
+                    {"const": "[DONE]"},
+                ]
             },
         },
     }

@@ -97,6 +97,7 @@ async def test_full_archive_is_explained_in_the_page(browser: Browser, small: Da
         search = visit.page.get_by_role("searchbox")
         await search.fill("Old 3")
         await visit.conversation("Old 3").click()
+        await expect(visit.conversation("Old 3")).to_have_attribute("aria-current", "page")
         await visit.ask("It continues.")
         await expect(await visit.answered()).to_contain_text("It continues.")
         await visit.button("Regenerate").click()
