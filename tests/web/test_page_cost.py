@@ -200,8 +200,9 @@ async def test_long_code_is_highlighted_in_view(browser: Browser, echo: Daemon) 
         await visit.go("#/c/s1")
         shown = await visit.answered()
         parts = shown.locator(".code-part")
+        await expect(parts.nth(100)).to_be_attached()
+        await expect(shown.locator(".prose[aria-busy]")).to_have_count(0)
         n_parts = await parts.count()
-        assert n_parts > 100
         await expect(parts.nth(n_parts - 2).locator("span")).not_to_have_count(0)
         highlighted = shown.locator(".code-part:has(span)")
         assert await highlighted.count() < n_parts / 4
