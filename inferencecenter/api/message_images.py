@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, Literal
 
-from inferencecenter.api.body import invalid_field
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, MessageImagePart, MessageInParts, MessageTextPart
 from inferencecenter.sessions.history import plain_messages
@@ -63,20 +62,13 @@ def _message(
     return MessageInParts(role=role, content=tuple(content), tool_call_id=call_id)
 
 
-async def with_stored_images(
-    call: Call, messages: Sequence[ChatMessage | MessageInParts], *, field: str = "messages"
-) -> tuple[ChatMessage, ...]:
-    """Return messages whose images are decoded and named by digest; ``field`` is what the API calls the messages.
+async def with_stored_images(call: Call, messages: Sequence[ChatMessage | MessageInParts]) -> tuple[ChatMessage, ...]:
+    """Return messages whose images are decoded and named by digest.
 
     Raises:
         InferenceCenterError: See ``ImageLibrary.resolve``.
     """
-    if not has_images(messages):
-        return plain_messages(messages)
-    owner = ImageOwner(call.caller.client.client_id)
-    try:
-        return plain_messages(await call.context.sessions.images.resolve(owner, messages))
-    except InferenceCenterError as error:
-        if error.field is not None and error.code is ErrorCode.INVALID_REQUEST:
-            raise invalid_field(error.field.replace("messages", field, 1), error.message) from None
-        raise
+    if has_images(messages):
+        owner = ImageOwner(call.caller.client.client_id)
+        messages = await call.context.sessions.images.resolve(owner, messages)
+    return plain_messages(messages)

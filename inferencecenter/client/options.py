@@ -83,14 +83,15 @@ def infer_request(
     }
     if "tools" in fields:
         fields["tools"] = list(fields["tools"])
-    images = list(fields.pop("images", ()))
-    if images and messages is not None:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "images belong to a prompt, and messages have their own")
+    if images := list(fields.pop("images", ())):
+        if messages is not None:
+            raise RequestError(ErrorCode.INVALID_REQUEST, "images belong to a prompt, and messages have their own")
+        prompt, messages = None, [_with_images(prompt or "", images)]
     return new_request(
         requests.Infer,
         session_id=session_id,
-        prompt=None if images else prompt,
-        messages=[_with_images(prompt or "", images)] if images else None if messages is None else list(messages),
+        prompt=prompt,
+        messages=None if messages is None else list(messages),
         traceparent=current_traceparent(),
         **fields,
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
 
-from inferencecenter.api.body import RequestModel, invalid_field
+from inferencecenter.api.body import RequestModel
 from inferencecenter.api.endpoint import Call, Operation, document
 from inferencecenter.api.errors import OWN_ERRORS
 from inferencecenter.core.errors import ErrorCode
@@ -27,17 +25,8 @@ class UploadImage(RequestModel):
 
 async def upload(call: Call) -> Reply:
     """Store an image for later messages of the client."""
-    client, images = call.caller.client, call.context.sessions.images
-    request: UploadImage = call.body
-
-    def unpack() -> bytes:
-        try:
-            return base64.b64decode(request.data, validate=True)
-        except (binascii.Error, ValueError):
-            raise invalid_field("data", "data is not Base64") from None
-
-    file = await call.context.worker.run(client.client_id, unpack)
-    image = await images.add(ImageOwner(client.client_id, stored=True), file, path="data")
+    owner = ImageOwner(call.caller.client.client_id, stored=True)
+    image = await call.context.sessions.images.add_encoded(owner, call.body.data, path="data")
     return document(image.model_dump())
 
 

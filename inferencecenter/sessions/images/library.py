@@ -198,6 +198,16 @@ class ImageLibrary:
         self._keep_pixels(digest, decoded.pixels)
         return decoded.image
 
+    async def add_encoded(self, owner: ImageOwner, data: str, *, path: str) -> MessageImage:
+        """Decode and keep an image file in Base64; see ``add``.
+
+        Raises:
+            InferenceCenterError: See ``resolve``.
+        """
+        return await self.add(
+            owner, await self._decoder.run(owner.client_id, partial(_unpacked, data, path)), path=path
+        )
+
     async def read(self, client_id: str, digest: str) -> tuple[MessageImage, bytes]:
         """Return an image that a client may see, and its file.
 
@@ -269,8 +279,7 @@ class ImageLibrary:
             if part.digest is not None:
                 images.append(await self._known(owner, part.digest, f"{where}.digest"))
             else:
-                file = await self._decoder.run(owner.client_id, partial(_unpacked, part.data or "", f"{where}.data"))
-                images.append(await self.add(owner, file, path=f"{where}.data"))
+                images.append(await self.add_encoded(owner, part.data or "", path=f"{where}.data"))
         return ChatMessage(
             role=message.role,
             content="".join(texts),
@@ -330,18 +339,16 @@ class ImageLibrary:
         if total > self._max_held_bytes:
             raise too_many_bytes(total, self._max_held_bytes)
         held.files[image.digest] = (image, file)
+        self._held.pop(place, None)
         if not owner.session_id:
-            self._make_room(place)
-        self._held[place] = held
+            self._shrink_pools(self._max_pool_bytes - held.n_bytes)
+        self._held[place] = held  # the last one is that used last
 
-    def _make_room(self, used: tuple[str, str]) -> None:
-        """Bound the images of all requests without a session; those of the client that sent some last stay."""
-        held = self._held.pop(used, None)  # so that it is the last
+    def _shrink_pools(self, max_bytes: int) -> None:
+        """Evict images of requests without a session, those of the clients that sent none for longest first."""
         pools = {place: each for place, each in self._held.items() if not place[1]}
-        excess = sum(each.n_bytes for each in pools.values()) + (held.n_bytes if held else 0) - self._max_pool_bytes
+        excess = sum(each.n_bytes for each in pools.values()) - max_bytes
         for place, each in pools.items():
-            if excess <= 0:
-                break
             excess -= each.evict(excess)
             if not each.files:
                 del self._held[place]
