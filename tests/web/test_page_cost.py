@@ -250,6 +250,37 @@ def many_turns() -> Stub:
     return Stub(answers={"resume_session": lambda asked: stored}, seq=SEQ)
 
 
+RECORD_TURNS = """
+window.drawn = [];
+const record = () => {
+  const turns = document.querySelectorAll(".turn");
+  const last = turns[turns.length - 1];
+  if (last) drawn.push([turns.length, last.querySelector(".prose strong") !== null]);
+  requestAnimationFrame(record);
+};
+requestAnimationFrame(record);
+"""
+
+
+async def test_long_conversation_opens_with_its_last_turns(browser: Browser, echo: Daemon) -> None:
+    """The last answer is formatted before the first turns are there; the view stays at the end when they appear."""
+    stub = many_turns()
+    async with visiting(browser, origin_of(echo)) as visit:
+        await stub.take_over(visit.page)
+        await visit.go("#token=any")
+        await expect(visit.composer).to_be_visible()
+        await visit.page.evaluate(RECORD_TURNS)
+        await visit.go("#/c/s1")
+        await visit.answered(count=TURNS)
+        await visit.page.wait_for_function("count => drawn.at(-1)[0] === count", arg=TURNS)
+        drawn = await visit.page.evaluate("drawn")
+        assert any(count < TURNS / 10 and is_formatted for count, is_formatted in drawn), drawn
+        assert {count for count, _ in drawn} == {8, TURNS}
+        await expect(visit.questions.first).to_have_text("Question 0")
+        await expect(visit.answers.last).to_be_in_viewport()
+        await expect(visit.button("Scroll to the end")).to_have_count(0)
+
+
 async def test_answer_renders_no_earlier_turn(browser: Browser, echo: Daemon) -> None:
     """The begin of an answer renders its turn and the one before, which loses a button; its end renders its turn."""
     stub = many_turns()

@@ -12,7 +12,7 @@ import { drawFormulas, formulaExtensions } from "./math.js";
 import { checkboxText, headingLevel, isPlain, nodesOf } from "./nodes.js";
 import { definedIn, Reader } from "./reader.js";
 import { mayLink, sanitized, withBareTags } from "./sanitizer.js";
-import { begin, beginIdle, beginLater, cancel } from "./slices.js";
+import { begin, beginFirst, beginIdle, beginLater, cancel } from "./slices.js";
 
 const LONG = 2000;
 const DEFINITION = /^ {0,3}\[[^\]]+\]:/m;
@@ -54,8 +54,13 @@ export class MarkdownView {
     this._wanted = { text: text.includes("\r") ? text.replace(/\r\n?/g, "\n") : text, done };
     if (this._work) return;
     this._work = this._working();
-    if (!eager && !this._root.hasChildNodes()) {
+    const isNew = !this._root.hasChildNodes();
+    if (isNew && !eager) {
       this._postpone(this._work);
+      return;
+    }
+    if (isNew && done) {
+      beginFirst(this._work); // the last answer of a conversation that is opened
       return;
     }
     // A long or final text usually coincides with a change of view, so rendering starts in the next frame.

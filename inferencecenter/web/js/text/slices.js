@@ -8,6 +8,8 @@ const REST_FACTOR = 3;
 const REST_FROM_MS = 12;
 const MAX_REST_MS = 200;
 const IDLE_BUDGET_MS = 12;
+/** Until a view has its first text there is nothing that a long slice would delay. */
+const FIRST_BUDGET_MS = 50;
 /** With less time than this left, a frame is due. */
 const FRAME_MS = 17;
 /** Work for idle times gets a slice after this time at the latest. */
@@ -42,6 +44,20 @@ export function begin(work) {
 export function beginLater(work) {
   begun.push(work);
   if (!waits) wait();
+}
+
+/**
+ * Starts with a long slice before this frame is drawn, and continues in the next ones.
+ *
+ * @param {Work} work
+ */
+export function beginFirst(work) {
+  begun.push(work);
+  queueMicrotask(() => {
+    if (!waits) wait();
+    const from = performance.now();
+    while (begun.includes(work) && performance.now() - from < FIRST_BUDGET_MS) step(begun);
+  });
 }
 
 /**

@@ -141,16 +141,30 @@ function Model({ session }) {
   `;
 }
 
+/** As many of the last turns are drawn first, so that the end of a long conversation does not wait for its beginning. */
+const FIRST_TURNS = 8;
+
+/** @param {() => void} then */
+function afterPaint(then) {
+  requestAnimationFrame(() => setTimeout(then));
+}
+
 /** @param {{session: Session}} props */
 function Turns({ session }) {
   const turns = session.turns.value;
   const live = session.live.value;
   const elsewhere = session.state.value === "detached" ? t("chat.elsewhere") : "";
   const waiting = link.value?.state.value === "open" ? elsewhere : t("chat.waiting");
+  const [whole, setWhole] = useState(() => sought.peek() !== null);
+  const hasTurns = turns.length > 0;
+  useEffect(() => {
+    if (hasTurns) afterPaint(() => setWhole(true));
+  }, [hasTurns]);
   if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">${t("notice.loading")}</p>`;
   if (turns.length === 0 && !live) return html`<${Empty} session=${session} />`;
   // One list: a running turn keeps its nodes when it ends.
-  const shown = turns.map((_turn, index) => endedTurn(session, index, live === null && index === turns.length - 1));
+  const from = whole ? 0 : Math.max(0, turns.length - FIRST_TURNS);
+  const shown = turns.map((_turn, index) => index >= from && endedTurn(session, index, live === null && index === turns.length - 1));
   const all = live ? [...shown, html`<${TurnView} key=${live.key} live=${live} waiting=${waiting} doing=${NOTHING} />`] : shown;
   return html`<div class="turns" data-idle=${session.idle}>${all}</div>`;
 }
