@@ -13,8 +13,9 @@ from inferencecenter.sessions.images.library import ImageOwner, has_images
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.api.endpoint import Call
     from inferencecenter.protocol.values import CallId
+    from inferencecenter.server.context import ServerContext
+    from inferencecenter.sessions.context import Principal
 
 _DATA_URL: Final = re.compile(r"data:image/[a-z+.-]+;base64,", re.IGNORECASE)
 _SHOWN_CHARS: Final = 60
@@ -62,13 +63,24 @@ def _message(
     return MessageInParts(role=role, content=tuple(content), tool_call_id=call_id)
 
 
-async def with_stored_images(call: Call, messages: Sequence[ChatMessage | MessageInParts]) -> tuple[ChatMessage, ...]:
-    """Return messages whose images are decoded and named by digest.
+async def with_stored_images(
+    context: ServerContext,
+    client: Principal,
+    messages: Sequence[ChatMessage | MessageInParts],
+    *,
+    stored: bool = False,
+    field: str = "messages",
+) -> tuple[ChatMessage, ...]:
+    """Return messages whose images are decoded and named by digest; those for sessions that are ``stored`` are too.
 
     Raises:
-        InferenceCenterError: See ``ImageLibrary.resolve``.
+        InferenceCenterError: See ``ImageLibrary.resolve``; the field is ``field``, since messages are numbered
+            differently in other APIs.
     """
     if has_images(messages):
-        owner = ImageOwner(call.caller.client.client_id)
-        messages = await call.context.sessions.images.resolve(owner, messages)
+        try:
+            messages = await context.sessions.images.resolve(ImageOwner(client.client_id, stored=stored), messages)
+        except InferenceCenterError as error:
+            error.field = field
+            raise
     return plain_messages(messages)

@@ -34,13 +34,13 @@ def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return runs
 
 
-def off_the_event_loop(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def off_the_event_loop(convert: Callable[..., Any]) -> Callable[..., Any]:
     """Return a conversion that fails on the event loop."""
 
-    def converted(items: Any) -> Any:
+    def converted(*args: Any) -> Any:
         with pytest.raises(RuntimeError):
             asyncio.get_running_loop()
-        return convert(items)
+        return convert(*args)
 
     return converted
 

@@ -56,8 +56,8 @@ def test_retry_delay_is_sent_in_seconds_and_milliseconds() -> None:
         (
             "/v1/responses",
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
-            "input.0.content.0",
-            "this API takes no images; chat completions do",
+            "input.0.content.0.image_url",
+            "not data:image/…;base64,…",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -173,6 +174,52 @@ def test_openai_client_sends_images(daemon: Daemon) -> None:
             client.chat.completions.create(messages=messages, **options)
     assert caught.value.param == "messages.0.content.1.image_url.url"
     assert "fetches no images" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_responses_have_images(daemon: Daemon) -> None:
+    """They stay in stored conversations, are named by digest in items, and can be sent again by it."""
+    with OpenAI(base_url=f"http://127.0.0.1:{daemon.port}/v1", api_key=daemon.admin_token, max_retries=0) as client:
+        options: Any = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
+        shown: Any = {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "What is it?"},
+                {"type": "input_image", "detail": "auto", "image_url": f"data:image/png;base64,{image(RED)['data']}"},
+            ],
+        }
+        first = client.responses.create(input=[shown], **options)
+        (item,) = client.responses.input_items.list(first.id).data
+        content: Any = item.to_dict()["content"]
+        text, picture = content
+        assert text == {"type": "input_text", "text": "What is it?"}
+        assert picture["file_id"] == hashlib.sha256(RED).hexdigest()
+        second = client.responses.create(input="And now?", previous_response_id=first.id, **options)
+        assert first.usage is not None
+        assert second.usage is not None
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens > ROWS
+        named: Any = {"role": "user", "content": [text, {"type": "input_image", "file_id": picture["file_id"]}]}
+        again = client.responses.create(input=[named], **options)
+        assert again.output_text == first.output_text
+        call: Any = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+        output: Any = {"type": "function_call_output", "call_id": "c1", "output": [picture]}
+        counted = client.responses.input_tokens.count(model="demo", input=[named, call, output])
+        assert counted.input_tokens > first.usage.input_tokens + ROWS
+        conversation = client.conversations.create(items=[shown, {"role": "user", "content": "Well?"}])
+        latest, earlier = client.conversations.items.list(conversation.id).data
+        assert earlier.to_dict()["content"] == [text, picture]
+        client.conversations.items.delete(str(latest.id), conversation_id=conversation.id)
+        (left,) = client.conversations.items.list(conversation.id).data
+        assert left.id == earlier.id
+        within = client.responses.create(input="And?", conversation=conversation.id, **options)
+        assert within.usage is not None
+        assert within.usage.input_tokens > ROWS
+        with pytest.raises(BadRequestError, match="is not an image of this client") as unknown:
+            client.responses.create(
+                input=[{"role": "user", "content": [{"type": "input_image", "detail": "auto", "file_id": "0" * 64}]}],
+                **options,
+            )
+    assert unknown.value.param == "input"
 
 
 async def test_python_client_sends_images(daemon: Daemon, tmp_path: Path) -> None:

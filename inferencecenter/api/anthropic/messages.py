@@ -555,7 +555,7 @@ async def _messages(call: Call) -> tuple[ChatMessage, ...]:
         messages = conversation_of(request)
     else:
         messages = await call.context.worker.run(call.caller.client.client_id, partial(conversation_of, request))
-    return await with_stored_images(call, messages)
+    return await with_stored_images(call.context, call.caller.client, messages)
 
 
 OPERATIONS: Final = (

@@ -238,7 +238,8 @@ async def chat(call: Call) -> Reply:
     if len({tool.name for tool in tools}) < len(tools):
         raise invalid_field("tools", "two tools have the same name")
     n_parts = sum(1 + len(message.tool_calls or ()) for message in request.messages)
-    messages = await with_stored_images(call, await _converted(call, messages_of, request.messages, n_parts=n_parts))
+    converted = await _converted(call, messages_of, request.messages, n_parts=n_parts)
+    messages = await with_stored_images(call.context, call.caller.client, converted)
     turn = {**_turn_of(request), "tools": tools or None}
     if is_begun(messages[-1]):
         turn["prefix"], messages = messages[-1].content or None, messages[:-1]
@@ -275,7 +276,7 @@ async def generate(call: Call) -> Reply:
             *(message for message in before if message.role != "system"),
         )
     parts: list[str | MessageImagePart] = [*map(_image, request.images or ()), request.prompt]
-    messages = await with_stored_images(call, (*before, user_message(parts)))
+    messages = await with_stored_images(call.context, call.caller.client, (*before, user_message(parts)))
     head = replace(head, context_of=lambda text: context_of([*messages, ChatMessage(role="assistant", content=text)]))
     conversation = ConversationRequest(messages=messages, model=model, on_full=_on_full(request))
     return await _answer(call, _Question(conversation, _turn_of(request), head))

@@ -40,7 +40,7 @@ from inferencecenter.api.responses.serializers import input_items, usage_of
 from inferencecenter.api.session_match import ConversationRequest, run_choices
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
-from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.protocol.values import IMAGE_MARK, ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -248,10 +248,11 @@ def _kept(messages: Sequence[ChatMessage], *, max_chars: int) -> str:
     kept: list[str] = []
     for message in reversed(messages):
         if message.role == "user":
-            max_chars -= len(message.content)
+            text = message.content if message.images is None else message.content.replace(IMAGE_MARK, "")
+            max_chars -= len(text)
             if max_chars < 0:
                 break
-            kept.append(message.content)
+            kept.append(text)
     return "\n\n".join(reversed(kept))
 
 

@@ -24,6 +24,7 @@ from pydantic import Field, StringConstraints
 from inferencecenter.api.body import RequestModel, checked
 from inferencecenter.api.endpoint import Document, Operation, document
 from inferencecenter.api.foreign_fields import DialectModel
+from inferencecenter.api.message_images import with_stored_images
 from inferencecenter.api.request_turns import NullSink
 from inferencecenter.api.responses.request_schemas import (
     RESPONSE_FIELDS,
@@ -40,7 +41,7 @@ from inferencecenter.protocol.values import MetadataText
 from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from inferencecenter.api.endpoint import Call, Reply
     from inferencecenter.protocol.values import ChatMessage, MessageInParts, OnFull
@@ -266,7 +267,7 @@ def _items(messages: Iterable[ChatMessage]) -> tuple[dict[str, Any], ...]:
     return found
 
 
-def _without(messages: tuple[ChatMessage, ...], item_id: str) -> tuple[ChatMessage, ...]:
+def _without(messages: tuple[ChatMessage, ...], item_id: str) -> tuple[ChatMessage | MessageInParts, ...]:
     """Return the messages without an item.
 
     Raises:
@@ -274,7 +275,7 @@ def _without(messages: tuple[ChatMessage, ...], item_id: str) -> tuple[ChatMessa
     """
     items = _items(messages)
     place = _place(items, item_id)
-    return messages_of(checked(RemainingItems, {"items": [*items[:place], *items[place + 1 :]]}).items)
+    return messages_of(checked(RemainingItems, {"items": [*items[:place], *items[place + 1 :]]}).items, "items")
 
 
 def _place(items: tuple[dict[str, Any], ...], item_id: str) -> int:
@@ -295,11 +296,15 @@ def _place(items: tuple[dict[str, Any], ...], item_id: str) -> int:
 # Handlers.
 
 
+async def _with_images(call: Call, messages: Sequence[ChatMessage | MessageInParts]) -> tuple[ChatMessage, ...]:
+    return await with_stored_images(call.context, call.caller.client, messages, stored=True, field="items")
+
+
 async def create(call: Call) -> Reply:
     """Create a conversation."""
     body: CreateConversation = call.body
     sessions, client = call.context.sessions, call.caller.client
-    session_id = _open(sessions, client, messages_of(body.items))
+    session_id = _open(sessions, client, await _with_images(call, messages_of(body.items, "items")))
     name, created_at = f"conv_{secrets.token_urlsafe(16)}", int(call.context.clock())
     entry = _entry(name, session_id, created_at, has_instructions=False)
     _set_metadata(sessions, client, session_id, body.metadata | entry)
@@ -333,7 +338,8 @@ async def delete(call: Call) -> Reply:
 async def create_items(call: Call) -> Reply:
     """Add items to a conversation."""
     body: AddItems = call.body
-    found, messages = await _find_whole(call), messages_of(body.items)
+    messages = await _with_images(call, messages_of(body.items, "items"))
+    found = await _find_whole(call)
     if not messages:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "items are reasoning without an answer", field="items")
     _append(call.context.sessions, call.caller.client, found.session_id, messages)
@@ -355,7 +361,8 @@ async def delete_item(call: Call) -> Reply:
     """Delete an item: the conversation moves to a session with the other items."""
     client, sessions = call.caller.client, call.context.sessions
     before = await _find_whole(call)
-    rest = await call.context.worker.run(client.client_id, partial(_without, before.messages, call.path["item_id"]))
+    others = await call.context.worker.run(client.client_id, partial(_without, before.messages, call.path["item_id"]))
+    rest = await _with_images(call, others)
     found = await _find(call)
     if found.session.state is SessionState.BUSY or found.messages != before.messages:
         raise busy_conversation()

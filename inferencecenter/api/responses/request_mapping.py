@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.api.body import checked
+from inferencecenter.api.message_images import with_stored_images
 from inferencecenter.api.responses.conversations import (
     busy_conversation,
     find_conversation,
@@ -25,7 +26,7 @@ from inferencecenter.api.session_match import (
 )
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.protocol.values import ChatMessage, MessageInParts
 from inferencecenter.sessions.prompt_lookup import PromptQuery
 from inferencecenter.sessions.states import SessionState
 
@@ -181,11 +182,14 @@ def previous_note(context: ServerContext, client: Principal, request: CreateResp
 
 
 async def load_context(context: ServerContext, client: Principal, request: CreateResponse) -> None:
-    """Load the archived session that a request continues.
+    """Store the images of a request, and load the archived session that it continues.
 
     Raises:
-        InferenceCenterError: See ``ServerContext.load_session``.
+        InferenceCenterError: See ``with_stored_images`` and ``ServerContext.load_session``.
     """
+    if any(isinstance(message, MessageInParts) for message in request.given_messages):
+        given = request.given_messages
+        request.name_images(await with_stored_images(context, client, given, stored=request.store, field="input"))
     if request.conversation_name is not None:
         await load_conversation(context, client, request.conversation_name)
         return

@@ -18,7 +18,6 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from inferencecenter.api.body import no_media
 from inferencecenter.api.custom_tools import (
@@ -31,12 +30,17 @@ from inferencecenter.api.custom_tools import (
     is_left_to_model,
 )
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
+from inferencecenter.api.message_images import image_of_url
 from inferencecenter.api.openai.sampling import FOUND_BY_TEXT, OBFUSCATION_RULE, SAMPLER_RULES, SamplerFields
 from inferencecenter.api.tool_calls import calls_of_message
 from inferencecenter.protocol.requests import ModelName, RawParams
 from inferencecenter.protocol.values import (
     CallId,
     ChatMessage,
+    ImageDigest,
+    MessageImagePart,
+    MessageInParts,
+    MessageTextPart,
     Metadata,
     MetadataText,
     NamedTool,
@@ -45,6 +49,7 @@ from inferencecenter.protocol.values import (
     ToolChoice,
     ToolName,
 )
+from inferencecenter.sessions.history import plain_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,16 +78,47 @@ class GivenOutputText(DialectModel):
     logprobs: list[Any] = Field(default=[], description="Token probabilities; ignored.")
 
 
-def _text_part(value: object) -> object:
+class InputImage(DialectModel):
+    """An image of a message or of a function's output: its file, or one that the client sent before."""
+
+    type: Literal["input_image"] = Field(description="Type of the object.")
+    image_url: str | None = Field(
+        default=None, description="The image as `data:image/…;base64,…`; other addresses are refused."
+    )
+    file_id: ImageDigest | None = Field(
+        default=None, description="SHA-256 of its file, in hex, as returned by `POST /images` and in items."
+    )
+    detail: Literal["low", "high", "auto", "original"] = Field(
+        default="auto", description="Its resolution, which the model's projector decides on."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.image_url is None) == (self.file_id is None):
+            raise ValueError("an image has either image_url or file_id")
+        return self
+
+    def at(self, path: str) -> MessageImagePart:
+        """Return the image of a message whose part is the field ``path``.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for an address to fetch.
+        """
+        if self.image_url is not None:
+            return image_of_url(self.image_url, f"{path}.image_url")
+        return MessageImagePart(type="image", digest=self.file_id)
+
+
+def _without_media(value: object) -> object:
     if isinstance(value, dict):
-        if value.get("type") == "input_image":
-            raise PydanticCustomError("media", "this API takes no images; chat completions do")
         no_media(value.get("type"))
     return value
 
 
-_AnyText: TypeAlias = Annotated[InputText | GivenOutputText, Field(discriminator="type")]
-TextPart = Annotated[_AnyText, BeforeValidator(_text_part, json_schema_input_type=_AnyText)]
+_AnyPart: TypeAlias = Annotated[InputText | GivenOutputText | InputImage, Field(discriminator="type")]
+ContentPart = Annotated[_AnyPart, BeforeValidator(_without_media, json_schema_input_type=_AnyPart)]
+_AnyOutput: TypeAlias = Annotated[InputText | InputImage, Field(discriminator="type")]
+OutputPart = Annotated[_AnyOutput, BeforeValidator(_without_media, json_schema_input_type=_AnyOutput)]
 
 
 class InputMessage(DialectModel):
@@ -90,8 +126,8 @@ class InputMessage(DialectModel):
 
     type: Literal["message"] = Field(default="message", description="Type of the object.")
     role: Literal["user", "assistant", "system", "developer"] = Field(description="Role of the author.")
-    content: str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] = Field(
-        description="The content; text only."
+    content: str | Annotated[list[ContentPart], Field(max_length=_MAX_PARTS, fail_fast=True)] = Field(
+        description="The content: text, and images in messages of a user."
     )
     id: ItemId = Field(default="", description="Its id, if it is from a response.")
     status: ItemStatus = Field(default="completed", description="Status; ignored.")
@@ -100,6 +136,12 @@ class InputMessage(DialectModel):
     def text(self) -> str:
         """The whole text."""
         return text_of(self.content)
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> Self:
+        if self.role != "user" and any(isinstance(part, InputImage) for part in self.content):
+            raise ValueError("images belong to messages of role user and to outputs of functions")
+        return self
 
 
 class ReasoningText(DialectModel):
@@ -184,8 +226,8 @@ class FunctionCallOutput(DialectModel):
 
     type: Literal["function_call_output", "custom_tool_call_output"] = Field(description="Type of the object.")
     call_id: CallId = Field(description="The call that it is the output of.")
-    output: str | Annotated[list[InputText], Field(max_length=_MAX_PARTS, fail_fast=True)] = Field(
-        description="The content; text only."
+    output: str | Annotated[list[OutputPart], Field(max_length=_MAX_PARTS, fail_fast=True)] = Field(
+        description="The content: text and images."
     )
     id: ItemId = Field(default="", description="Id of the item.")
     status: ItemStatus = Field(default="completed", description="Status; ignored.")
@@ -321,36 +363,52 @@ McpItem = GivenMcpList | GivenApprovalRequest | ApprovalResponse | GivenMcpCall
 Item = InputMessage | InputReasoning | FunctionCall | CustomToolCall | FunctionCallOutput | Compaction | McpItem
 
 
-def text_of(content: str | Sequence[InputText | GivenOutputText]) -> str:
+_Content: TypeAlias = "str | Sequence[InputText | GivenOutputText | InputImage]"
+
+
+def text_of(content: _Content) -> str:
     """Return the text of a string or of parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(p.text for p in content if not isinstance(p, InputImage))
 
 
-def messages_of(items: Iterable[Item]) -> tuple[ChatMessage, ...]:
-    """Return the messages that items represent, in order.
+def messages_of(items: Iterable[Item], field: str) -> tuple[ChatMessage | MessageInParts, ...]:
+    """Return the messages that the items of a field represent, in order; those with images have parts.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for an assistant's message with too many calls.
+        InferenceCenterError: ``invalid_request`` for an assistant's message with too many calls, or for the address of
+            an image.
     """
     builder = _MessageBuilder()
-    for item in items:
-        builder.take(item)
+    for number, item in enumerate(items):
+        builder.take(item, f"{field}.{number}")
     builder.end()
     return tuple(builder.messages)
+
+
+def _given_message(
+    role: Literal["user", "tool"], content: _Content, path: str, call_id: CallId | None = None
+) -> ChatMessage | MessageInParts:
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return ChatMessage(role=role, content=text_of(content), tool_call_id=call_id)
+    parts = (
+        part.at(f"{path}.{number}") if isinstance(part, InputImage) else MessageTextPart(type="text", text=part.text)
+        for number, part in enumerate(content)
+    )
+    return MessageInParts(role=role, content=tuple(parts), tool_call_id=call_id)
 
 
 class _MessageBuilder:
     """Combines reasoning, text and calls of an assistant into one message."""
 
     def __init__(self) -> None:
-        self.messages: list[ChatMessage] = []
+        self.messages: list[ChatMessage | MessageInParts] = []
         self._reasoning: str | None = None
         self._content: str | None = None
         self._calls: list[ToolCall] = []
         self._calls_to_approve: set[str] = set()
 
-    def take(self, item: Item) -> None:
-        """Add the next item."""
+    def take(self, item: Item, path: str) -> None:
+        """Add the next item, which is the field ``path``."""
         match item:
             case InputReasoning():
                 self.end()
@@ -363,16 +421,19 @@ class _MessageBuilder:
                 name = called_name(item.namespace, item.name)
                 self._calls.append(ToolCall(call_id=item.call_id, name=name, arguments=item.arguments))
             case FunctionCallOutput():
-                self._answer(item.call_id, text_of(item.output))
+                self.end()
+                self.messages.append(_given_message("tool", item.output, f"{path}.output", item.call_id))
             case GivenMcpList() | GivenApprovalRequest() | ApprovalResponse() | GivenMcpCall():
                 self._take_mcp(item)
             case Compaction():
                 self.end()
                 self.messages.append(ChatMessage(role="assistant", content=item.text))
+            case InputMessage(role="user"):
+                self.end()
+                self.messages.append(_given_message("user", item.content, f"{path}.content"))
             case InputMessage():
                 self.end()
-                role = "system" if item.role == "developer" else item.role
-                self.messages.append(ChatMessage(role=role, content=item.text))
+                self.messages.append(ChatMessage(role="system", content=item.text))
 
     def _take_mcp(self, item: McpItem) -> None:
         match item:
@@ -754,12 +815,12 @@ class CreateResponse(SamplerFields):
     params: RawParams = Field(default={}, description="Further parameters, as in `infer`.")
 
     # Made with the request, which is validated by a worker if it is large.
-    _messages: tuple[ChatMessage, ...] = PrivateAttr()
+    _messages: tuple[ChatMessage | MessageInParts, ...] = PrivateAttr()
     _mcp: McpPart = PrivateAttr(default=NO_MCP)
 
     @model_validator(mode="after")
     def _convert_items(self) -> CreateResponse:
-        self._messages = messages_of(self.items)
+        self._messages = messages_of(self.items, "input")
         return self
 
     @model_validator(mode="after")
@@ -795,7 +856,16 @@ class CreateResponse(SamplerFields):
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """The results of approved calls and the input as messages, without ``instructions``."""
-        return (*self._mcp.results, *self._messages)
+        return (*self._mcp.results, *plain_messages(self._messages))
+
+    @property
+    def given_messages(self) -> tuple[ChatMessage | MessageInParts, ...]:
+        """The input as messages; those with images are in parts until these are stored."""
+        return self._messages
+
+    def name_images(self, messages: tuple[ChatMessage, ...]) -> None:
+        """Take messages whose images are named by digest for the ``given_messages``."""
+        self._messages = messages
 
     @property
     def mcp_servers(self) -> tuple[DeclaredMcpServer, ...]:
@@ -968,6 +1038,13 @@ RESPONSE_FIELDS: Final = FieldTable(
             values="of `reasoning`",
             why="reasoning is plain text, see `content`",
             applies=lambda _, siblings: siblings.get("type") == "reasoning",
+        ),
+        FieldRule(
+            field="input[].content[].detail",
+            values="`low`, `high`, `original`",
+            why="the model's projector decides on the resolution",
+            applies=lambda value, _: value != "auto",
+            kept=True,
         ),
         FieldRule(
             field="reasoning.summary",

@@ -44,6 +44,7 @@ from inferencecenter.api.responses.response_schemas import (
     TopLogprob,
 )
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import IMAGE_MARK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -385,7 +386,7 @@ def _given_item(message: ChatMessage, name: str, *, custom: bool) -> dict[str, A
             "type": "custom_tool_call_output" if custom else "function_call_output",
             "id": f"{'ctco' if custom else 'fco'}_{name}",
             "call_id": message.tool_call_id or "",
-            "output": message.content,
+            "output": message.content if message.images is None else _content_parts(message),
             "status": "completed",
         }
     return {
@@ -393,8 +394,19 @@ def _given_item(message: ChatMessage, name: str, *, custom: bool) -> dict[str, A
         "id": f"msg_{name}",
         "role": message.role,
         "status": "completed",
-        "content": [{"type": "input_text", "text": message.content}],
+        "content": _content_parts(message),
     }
+
+
+def _content_parts(message: ChatMessage) -> list[dict[str, Any]]:
+    images = iter(message.images or ())
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(message.content.split(IMAGE_MARK) if message.images else (message.content,)):
+        if number:
+            parts.append({"type": "input_image", "detail": "auto", "file_id": next(images).digest, "image_url": None})
+        if text or message.images is None:
+            parts.append({"type": "input_text", "text": text})
+    return parts
 
 
 def _reason(finish_reason: str) -> str:

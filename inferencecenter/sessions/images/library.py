@@ -365,14 +365,14 @@ def _unpacked(data: str, path: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, f"{path} is not Base64", field=path, hint=FORMATS_HINT
+            ErrorCode.INVALID_REQUEST, "an image is not Base64", field=path, hint=FORMATS_HINT
         ) from None
 
 
 def _unknown(digest: str, path: str) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.INVALID_REQUEST,
-        f"{path} is {digest}, which is not an image of this client",
+        f"{digest} is not an image of this client",
         field=path,
         hint="Send the image's data. An image that no session names is deleted a day after its last use.",
     )

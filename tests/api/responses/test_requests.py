@@ -113,6 +113,10 @@ def test_consecutive_answers_stay_separate() -> None:
             {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "input_image"}]}]},
             "input.1.content.0",
         ),
+        (
+            {"input": [{"role": "system", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input.0",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"service_tier": "ultrafast"}, "service_tier"),
