@@ -21,10 +21,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens of one slot in a batch: ``tokens[i]`` is at position ``start + i``.
+class RowPositions:
+    """Positions of a run of rows in a model with M-RoPE, where an image takes fewer positions than it has rows.
 
-    A run of an image's rows has ``embeddings`` instead, of shape ``(rows, width)``, and is decoded alone.
+    Attributes:
+        at_0: Those of a run that begins at position 0, of shape ``(4, rows)``: time, row, column, and one more.
+        at_1: Those of a run that begins at position 1; they are linear in the first position.
+        n_positions: How far the next token is from the first row.
+    """
+
+    at_0: NDArray[np.int32]
+    at_1: NDArray[np.int32]
+    n_positions: int
+
+    def at(self, start: int) -> NDArray[np.int32]:
+        """Return those of a run that begins at position ``start``."""
+        return self.at_0 + (self.at_1 - self.at_0) * start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one slot in a batch: ``tokens[i]`` is token ``start + i`` of the slot.
+
+    A run of an image's rows has ``embeddings`` instead, of shape ``(rows, width)``, and is decoded alone; it has
+    ``positions`` too in a model with M-RoPE.
 
     ``sample`` requests the logits of the last token. The last ``drafts`` tokens are guesses, each to be compared with
     the token sampled before it: ``sample`` then requests the logits of the token before them and of each draft.
@@ -36,6 +56,7 @@ class Chunk:
     sample: bool
     drafts: int = 0
     embeddings: NDArray[np.float32] | None = None
+    positions: RowPositions | None = None
 
     @property
     def n_sampled(self) -> int:

@@ -413,11 +413,14 @@ class Executor:
         """Add the embeddings of an image's rows; a turn whose image was evicted since it was planned waits."""
         found: list[DecodeRow] = []
         for row in rows:
-            embeddings = None if row.span is None or self._images is None else self._images.rows(row.span)
-            if row.span is None or embeddings is not None:
-                found.append(replace(row, chunk=replace(row.chunk, embeddings=embeddings)) if row.span else row)
-            else:
+            span, images = row.span, self._images
+            if span is None or images is None:
+                found.append(row)
+            elif (embeddings := images.rows(span)) is None:
                 outcome.stalled.add(row.turn_id)
+            else:
+                chunk = replace(row.chunk, embeddings=embeddings, positions=images.positions(span))
+                found.append(replace(row, chunk=chunk))
         return found
 
     def _run_pass(self, each: DecodePass, outcome: StepOutcome) -> None:

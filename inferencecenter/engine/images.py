@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from inferencecenter.engine.backend import RowPositions
+
 
 IMAGE_BYTES: Final = 256 * 2**20
 """Pixels and embeddings that are kept; those used last stay."""
@@ -44,6 +46,9 @@ class Projector(Protocol):
         Raises:
             InferenceCenterError: ``internal`` on failure.
         """
+
+    def positions(self, image: ImageRef, run: int) -> RowPositions | None:
+        """Return the positions of a run of rows in a model with M-RoPE; ``None`` if each row has the next position."""
 
 
 class ImageSpan(NamedTuple):
@@ -171,6 +176,10 @@ class ImageStore:
             return None
         self._stored.move_to_end(span.image.digest)
         return stored.runs.get(span.run)
+
+    def positions(self, span: ImageSpan) -> RowPositions | None:
+        """Return the positions of a run; see ``Projector``."""
+        return self._projector.positions(span.image, span.run)
 
     def _evict(self, used: str) -> None:
         self._stored.move_to_end(used)

@@ -173,18 +173,11 @@ def read_registry(settings: Settings) -> Registry:
     for spec in models.values():
         _check_projector(spec, field="model.mmproj" if spec.name == default.name else f"models.{spec.name}.mmproj")
     models = {name: _with_projector(spec, scanned) for name, spec in models.items()}
-    remarks = scanned.remarks(named={spec.path for spec in models.values()})
-    remarks += tuple(
-        f"{scanned.projectors[spec.path]} is not used, since {spec.name} has positions in two dimensions (M-RoPE), "
-        "which are not supported for images"
-        for spec in models.values()
-        if spec.mmproj is None and _may_have_projector(spec, scanned)
-    )
     return Registry(
         default.name,
         models,
         aliases=_aliases(settings, models, default=default.name),
-        remarks=remarks,
+        remarks=scanned.remarks(named={spec.path for spec in models.values()}),
         reread=lambda: read_registry(settings),
     )
 
@@ -423,17 +416,10 @@ def _check_projector(spec: ModelSpec, *, field: str) -> None:
 
 def _with_projector(spec: ModelSpec, scanned: _Directory) -> ModelSpec:
     """Return a model without a configured projector with the one beside its file, if the engine can use it."""
-    if spec.mmproj is not None or not _may_have_projector(spec, scanned):
-        return spec
-    metadata = read_summary(spec.path)
-    # Positions in two dimensions (M-RoPE): the engine would refuse the model with a projector.
-    if f"{metadata.get('general.architecture')}.rope.dimension_sections" in metadata:
+    may_have_one = spec.path in scanned.projectors and spec.kind == "chat" and spec.engine.backend == "llama"
+    if spec.mmproj is not None or not may_have_one:
         return spec
     return replace(spec, mmproj=scanned.projectors[spec.path])
-
-
-def _may_have_projector(spec: ModelSpec, scanned: _Directory) -> bool:
-    return spec.path in scanned.projectors and spec.kind == "chat" and spec.engine.backend == "llama"
 
 
 def _with_draft(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> ModelSpec:

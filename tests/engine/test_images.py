@@ -23,7 +23,8 @@ from inferencecenter.ipc.messages import (
     unpack_tokens,
 )
 from tests.engine.harness import submit
-from tests.engine.llama.tiny_projectors import ROWS, write_projector
+from tests.engine.llama.tiny_models import MODEL_WIDTH, write_mrope_model
+from tests.engine.llama.tiny_projectors import ROWS, write_grid_projector, write_projector
 from tests.engine.process import Child, demo_options, running
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ SIDE = 32
 class Picture:
     """A picture of noise."""
 
-    def __init__(self, seed: int) -> None:
-        self.pixels = np.random.default_rng(seed).integers(0, 256, 3 * SIDE * SIDE, np.uint8).tobytes()
-        self.ref = ImageRef(hashlib.sha256(self.pixels).hexdigest(), SIDE, SIDE)
+    def __init__(self, seed: int, side: int = SIDE) -> None:
+        self.pixels = np.random.default_rng(seed).integers(0, 256, 3 * side * side, np.uint8).tobytes()
+        self.ref = ImageRef(hashlib.sha256(self.pixels).hexdigest(), side, side)
 
 
 RED, BLUE = Picture(1), Picture(2)
@@ -135,8 +136,19 @@ def test_next_turn_uses_the_rows_in_kv(child: Child) -> None:
     assert started(child, "two").cached_tokens == len(unpack_tokens(history)) - 1
 
 
-def test_lost_kv_is_computed_again(options: EngineOptions) -> None:
+@pytest.fixture(scope="module")
+def mrope_options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
+    """Options for a model of random weights with M-RoPE, and a projector."""
+    folder = tmp_path_factory.mktemp("mrope")
+    write_mrope_model(folder / "model.gguf")
+    write_grid_projector(folder / "mmproj.gguf", n_embd=MODEL_WIDTH)
+    return demo_options(folder / "model.gguf", mmproj_path=str(folder / "mmproj.gguf"), prefill_grid_tokens=16)
+
+
+@pytest.mark.parametrize("kind", ["options", "mrope_options"])
+def test_lost_kv_is_computed_again(kind: str, request: pytest.FixtureRequest) -> None:
     """Another engine requests the image of the history, and answers as the first would have."""
+    options: EngineOptions = request.getfixturevalue(kind)
     with running(options) as first:
         answer(first, asking("one", RED, session="s"))
         history = first.front.history("one")
@@ -147,6 +159,17 @@ def test_lost_kv_is_computed_again(options: EngineOptions) -> None:
         assert requested(second) == [RED.ref.digest]
         # Prompts are prefilled in other chunks than answers are decoded in, which rounds differently.
         np.testing.assert_allclose(logprobs(second, "two"), expected_logprobs, atol=0.1)
+
+
+def test_image_may_have_more_rows_than_a_batch(mrope_options: EngineOptions) -> None:
+    """With M-RoPE it has up to a quarter of a slot: here 256, while a batch has 64."""
+    large = Picture(3, side=512)
+    with running(mrope_options.replace(n_ctx=1024)) as child:
+        assert answer(child, asking("one", large, session="s"), pictures=(large,))[0]
+        rows = [token for token in unpack_tokens(started(child, "one").tokens) if is_row(token)]
+        answer(child, asking("two", large, session="s", history=child.front.history("one")), pictures=(large,))
+        assert started(child, "two").cached_tokens > len(rows)
+    assert len(rows) == 256
 
 
 def test_image_of_many_sessions_is_encoded_once(child: Child) -> None:

@@ -492,20 +492,6 @@ def test_projector_beside_a_model_is_used(folder: Path, tmp_path: Path) -> None:
     assert _read(folder, model={"name": "seeing"}).get("seeing").mmproj == own
 
 
-def test_projector_that_the_engine_would_refuse_is_not_used(folder: Path) -> None:
-    """A model with positions in two dimensions stays usable for text, and a remark says why."""
-    writer = gguf.GGUFWriter(folder / "wide.gguf", "qwen2vl")
-    writer.add_rope_dimension_sections([16, 24, 24, 0])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    _write(folder / "mmproj-wide.gguf", architecture="clip")
-    registry = _read(folder)
-    assert registry.get("wide").mmproj is None
-    (remark,) = registry.remarks
-    assert "mmproj-wide.gguf is not used" in remark
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16])
 def test_broken_file_is_listed(folder: Path, content: bytes) -> None:
     """A request for it gets the reason."""

@@ -23,7 +23,7 @@ from inferencecenter.engine.llama.model import LlamaModel, load_model
 from inferencecenter.engine.llama.projector import LlamaProjector
 from inferencecenter.engine.llama.row_padding import RowCounts, padding_slots
 from inferencecenter.engine.llama.sampler import NativeSampler
-from inferencecenter.engine.llama.saved_state import fingerprint
+from inferencecenter.engine.llama.saved_state import RowRun, fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
 from inferencecenter.engine.scheduler.speculation import most_drafts
 from inferencecenter.hardware.memory import physical_cores
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from inferencecenter.engine.backend import RowPositions
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import BufferUse
@@ -49,7 +50,7 @@ class BatchArrays:
 
     def __init__(self, *, n_batch: int, slots: int) -> None:
         self._token = np.zeros(n_batch, np.int32)
-        self._pos = np.zeros(n_batch, np.int32)
+        self._pos = np.zeros(4 * n_batch, np.int32)  # with M-RoPE a row has four
         self._n_seq_id = np.ones(n_batch, np.int32)
         self._logits = np.zeros(n_batch, np.int8)
         # Each row points at the element of ``slot_ids`` with its slot's number.
@@ -70,7 +71,7 @@ class BatchArrays:
     def fill(self, chunks: Sequence[Chunk], padding: Sequence[Chunk] = ()) -> lib.llama_batch:
         """Write chunks into the arrays by slot; ``sampled`` then lists the rows whose logits are read.
 
-        ``padding`` is computed with them and its logits are not read.
+        Their ``start`` is a position. ``padding`` is computed with them and its logits are not read.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -97,14 +98,16 @@ class BatchArrays:
         self._batch.n_tokens = n_rows
         return self._batch
 
-    def fill_embeddings(self, chunk: Chunk, rows: NDArray[np.float32], *, begin: int) -> lib.llama_batch:
-        """Write the positions of a chunk's ``rows`` from number ``begin`` on, and return a batch that refers to them.
+    def fill_embeddings(
+        self, chunk: Chunk, rows: NDArray[np.float32], *, begin: int, positions: NDArray[np.int32]
+    ) -> lib.llama_batch:
+        """Write the ``positions`` of a chunk's ``rows`` from number ``begin`` on, and return their batch.
 
         Of the chunk's last row the logits are read if it is sampled.
         """
         n_rows = len(rows)
-        start = chunk.start + begin
-        self._pos[:n_rows] = range(start, start + n_rows)
+        positions = positions[..., begin : begin + n_rows]
+        self._pos[: positions.size] = positions.reshape(-1)
         self._seq_id[:n_rows] = self._slot_pointers[chunk.slot]
         self._logits[:n_rows] = 0
         self.sampled = [n_rows - 1] if chunk.sample and begin + n_rows == len(chunk.tokens) else []
@@ -182,7 +185,8 @@ class LlamaContext:
     """A ``llama_context`` of ``slots`` sequences, used from one thread.
 
     It counts the tokens of each slot and compares the count with llama.cpp's own after every change, so that a sequence
-    is never continued at a wrong position. A slot whose counts differ, or whose batch failed, is emptied.
+    is never continued at a wrong position. A slot whose counts differ, or whose batch failed, is emptied. The rows of
+    an image share positions with M-RoPE: the runs of each slot are kept, by which the position of any token is found.
 
     Attributes:
         rows_are_causal: Whether a row of an image attends only to earlier ones; else at most ``max_rows`` are decoded.
@@ -218,6 +222,7 @@ class LlamaContext:
         self.rows_are_causal = True
         self._arrays = BatchArrays(n_batch=self._n_batch, slots=self.slots)
         self._lengths = [0] * self.slots
+        self._runs: list[list[RowRun]] = [[] for _ in range(self.slots)]
         self._buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def length(self, slot: int) -> int:
@@ -242,7 +247,7 @@ class LlamaContext:
         for batch in self._batches(chunks, padding):
             status = lib.llama_decode(self.handle, batch)
             for pad in padding:
-                lib.llama_memory_seq_rm(self._memory, pad.slot, pad.start, -1)
+                lib.llama_memory_seq_rm(self._memory, pad.slot, self._position(pad.slot, pad.start), -1)
             if status:
                 self._fail(slots, _FAILURES.get(status, f"llama_decode gave {status}"))
         # The first read of the logits waits for the device and puts the rows in batch order.
@@ -250,6 +255,8 @@ class LlamaContext:
         if row_counts:
             row_counts.observe(len(chunks) + len(padding), time.perf_counter() - began_s)
         for chunk in chunks:
+            if chunk.positions is not None:
+                self._runs[chunk.slot].append(self._run_of(chunk, chunk.positions))
             self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         if not all(map(self._is_whole, slots)):
             self._fail(slots, "llama.cpp lost count of its tokens")
@@ -271,8 +278,12 @@ class LlamaContext:
             raise ValueError(f"slot {slot} holds {length} tokens and cannot be cut to {n_tokens}")
         if n_tokens == length:
             return True
-        if self._window_covers(slot, n_tokens) and lib.llama_memory_seq_rm(self._memory, slot, n_tokens, -1):
+        position = self._position(slot, n_tokens)
+        within_run = any(run.start < n_tokens < run.end for run in self._runs[slot])
+        covered = not within_run and self._window_covers(slot, position)
+        if covered and lib.llama_memory_seq_rm(self._memory, slot, position, -1):
             self._lengths[slot] = n_tokens
+            self._runs[slot] = [run for run in self._runs[slot] if run.end <= n_tokens]
             if self._is_whole(slot):
                 return True
         self._empty(slot)
@@ -314,7 +325,7 @@ class LlamaContext:
         if not self._lengths[slot]:
             return 0
         size: int = lib.llama_state_seq_get_size(self.handle, slot)
-        return saved_state.HEADER_BYTES + size if size else 0
+        return saved_state.start_of(len(self._runs[slot])) + size if size else 0
 
     def save(self, slot: int, buffer: memoryview) -> int:
         """Write the slot's sequence into ``buffer`` and return its bytes; 0 for an empty slot or too small a buffer.
@@ -324,15 +335,17 @@ class LlamaContext:
         """
         if buffer.readonly:
             raise ValueError("the buffer is read-only")
-        if not self._lengths[slot] or len(buffer) <= saved_state.HEADER_BYTES:
+        runs = tuple(self._runs[slot])
+        start = saved_state.start_of(len(runs))
+        if not self._lengths[slot] or len(buffer) <= start:
             return 0
-        room = buffer[saved_state.HEADER_BYTES :]
+        room = buffer[start:]
         size: int = lib.llama_state_seq_get_data(self.handle, _start(room), len(room), slot)
         if not size:
             return 0
         parts = saved_state.streamed_bytes(*self._sizes(slot, size), recurrent=self._recurrent, hybrid=self._hybrid)
-        saved_state.Layout(self._lengths[slot], self.slots, size, parts).write(buffer)
-        return saved_state.HEADER_BYTES + size
+        saved_state.Layout(self._lengths[slot], self.slots, size, parts, runs).write(buffer)
+        return start + size
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
         """Replace a slot's content by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
@@ -344,15 +357,16 @@ class LlamaContext:
         layout = saved_state.Layout.read(data)
         if layout is None or layout.n_tokens != n_tokens or not 0 < n_tokens <= self.n_ctx:
             return False
-        payload = data[saved_state.HEADER_BYTES : saved_state.HEADER_BYTES + layout.size_bytes]
+        payload = data[layout.start : layout.start + layout.size_bytes]
         if layout.slots != self.slots and any(layout.streamed_bytes):
             rewritten = self._buffer(1, layout.size_with(self.slots))
             if not saved_state.rewrite(payload, layout, slots=self.slots, into=rewritten):
                 return False
             payload = rewritten.data[: layout.size_with(self.slots)]
         taken = lib.llama_state_seq_set_data(self.handle, _start(payload), len(payload), slot)
-        self._lengths[slot] = n_tokens
-        if taken == len(payload) and self._is_whole(slot) and self._window_covers(slot, n_tokens):
+        self._lengths[slot], self._runs[slot] = n_tokens, list(layout.runs)
+        whole = taken == len(payload) and self._is_whole(slot)
+        if whole and self._window_covers(slot, self._position(slot, n_tokens)):
             return True
         self._empty(slot)
         return False
@@ -384,20 +398,27 @@ class LlamaContext:
         if rows is not None:
             yield from self._embedding_batches(chunks[0], rows)
             return
+        if any(self._runs):
+            chunks = [replace(chunk, start=self._position(chunk.slot, chunk.start)) for chunk in chunks]
+            padding = [replace(pad, start=self._position(pad.slot, pad.start)) for pad in padding]
         for part in split(chunks, self._n_batch):
             yield self._arrays.fill(part, padding)
 
     def _embedding_batches(self, chunk: Chunk, rows: NDArray[np.float32]) -> Iterator[lib.llama_batch]:
         """Yield the batches of an image's rows; if not causal, all of them attend to each other."""
+        start = self._position(chunk.slot, chunk.start)
+        in_order = np.arange(start, start + len(rows), dtype=np.int32)
+        positions = in_order if chunk.positions is None else chunk.positions.at(start)
         if self.rows_are_causal:
             for begin in range(0, len(rows), self._n_batch):
-                yield self._arrays.fill_embeddings(chunk, rows[begin : begin + self._n_batch], begin=begin)
+                part = rows[begin : begin + self._n_batch]
+                yield self._arrays.fill_embeddings(chunk, part, begin=begin, positions=positions)
             return
         if len(rows) > self.max_rows:
             self._fail([chunk.slot], f"{len(rows)} rows of an image do not fit n_ubatch, which is {self.max_rows}")
         lib.llama_set_causal_attn(self.handle, False)
         try:
-            yield self._arrays.fill_embeddings(chunk, rows, begin=0)
+            yield self._arrays.fill_embeddings(chunk, rows, begin=0, positions=positions)
         finally:
             lib.llama_set_causal_attn(self.handle, True)
 
@@ -425,21 +446,36 @@ class LlamaContext:
                 raise ValueError(f"the {len(chunk.tokens)} rows of an image are decoded alone")
             previous = slot
 
-    def _window_covers(self, slot: int, n_tokens: int) -> bool:
-        """Return whether the sliding window of the token at position ``n_tokens`` is complete."""
+    def _position(self, slot: int, n_tokens: int) -> int:
+        """Return the position of the token after the first ``n_tokens``, which the slot has."""
+        for run in reversed(self._runs[slot]):
+            if run.end <= n_tokens:
+                return run.next_position + n_tokens - run.end
+        return n_tokens
+
+    def _run_of(self, chunk: Chunk, positions: RowPositions) -> RowRun:
+        start = self._position(chunk.slot, chunk.start)
+        last = int(positions.at(start)[0].max())
+        return RowRun(chunk.start, chunk.start + len(chunk.tokens), last, start + positions.n_positions)
+
+    def _window_covers(self, slot: int, position: int) -> bool:
+        """Return whether the sliding window of the token at a position is complete."""
         # A hybrid model's first position is that of its recurrent layers, which are never cut; nor is its window.
         if not self._window or self._hybrid:
             return True
         first_kept: int = lib.llama_memory_seq_pos_min(self._memory, slot)
-        return first_kept <= max(0, n_tokens - self._window + 1)
+        return first_kept <= max(0, position - self._window + 1)
 
     def _is_whole(self, slot: int) -> bool:
+        length, runs = self._lengths[slot], self._runs[slot]
         last: int = lib.llama_memory_seq_pos_max(self._memory, slot)
-        return last == self._lengths[slot] - 1
+        if runs and runs[-1].end == length:
+            return last == runs[-1].last
+        return last == self._position(slot, length) - 1
 
     def _empty(self, slot: int) -> None:
         lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
-        self._lengths[slot] = 0
+        self._lengths[slot], self._runs[slot] = 0, []
 
     def _fail(self, slots: Sequence[int], message: str) -> NoReturn:
         for slot in slots:
@@ -462,6 +498,20 @@ class LlamaContext:
             # Spare capacity keeps the next use for a longer sequence in memory that is already mapped.
             self._buffers[number] = np.empty(n_bytes + n_bytes // 2, np.uint8)
         return self._buffers[number]
+
+
+# What Qwen's models need to locate things in an image, as llama.cpp warns.
+_GRID_ROWS: Final = 1024
+
+
+def _most_rows(model: LlamaModel, context: LlamaContext) -> int:
+    """Return the rows that an image may have where its projector leaves a choice.
+
+    Rows may have to be decoded at once, but not with M-RoPE: there an image may have more, up to a quarter of a slot.
+    """
+    if lib.llama_model_rope_type(model.handle) not in (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE):
+        return context.max_rows
+    return max(context.max_rows, min(_GRID_ROWS, context.n_ctx // 4))
 
 
 def _start(data: memoryview) -> object:
@@ -586,7 +636,7 @@ class LlamaBackend:
                     model,
                     device=gpu,
                     n_threads=n_threads,
-                    max_rows=context.max_rows,
+                    max_rows=_most_rows(model, context),
                     log=log,
                 )
                 resources.callback(projector.close)

@@ -20,6 +20,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.engine.backend import RowPositions
 from inferencecenter.engine.llama.model_file import unusable
 from inferencecenter.hardware.ggml import library_dir
 from inferencecenter.ipc.images import row_ids
@@ -53,6 +54,7 @@ class LlamaProjector:
         self._log = log
         self.n_embd = n_embd
         self.is_causal = not mtmd.mtmd_decode_use_non_causal(handle, None)
+        self._has_mrope: bool = mtmd.mtmd_decode_use_mrope(handle)
 
     @classmethod
     def load(  # noqa: PLR0913 - keyword-only
@@ -79,10 +81,10 @@ class LlamaProjector:
         if not handle:
             log.close(mtmd.mtmd_log_set)
             raise unusable(path, f"is not a projector for {model.path.name}: {' '.join(log.take_problems())}")
-        if not mtmd.mtmd_support_vision(handle) or mtmd.mtmd_decode_use_mrope(handle):
+        if not mtmd.mtmd_support_vision(handle):
             mtmd.mtmd_free(handle)
             log.close(mtmd.mtmd_log_set)
-            raise unusable(path, "has no vision encoder, or one whose rows have positions in two dimensions (M-RoPE).")
+            raise unusable(path, "has no vision encoder.")
         return cls(handle, mtmd=mtmd, n_embd=lib.llama_model_n_embd_inp(model.handle), log=log)
 
     def tokens(self, image: ImageRef) -> list[int]:
@@ -125,6 +127,23 @@ class LlamaProjector:
             rows: NDArray[np.float32] = np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._handle), shape).copy()
         return rows
 
+    def positions(self, image: ImageRef, run: int) -> RowPositions | None:
+        """Return the positions of a run of rows in a model with M-RoPE; ``None`` if each row has the next position."""
+        if not self._has_mrope:
+            return None
+        mtmd = self._mtmd
+        with self._parts(image, None) as parts:
+            part = [each for each in parts if mtmd.mtmd_input_chunk_get_type(each) != _TEXT][run]
+            rows, n_rows = mtmd.mtmd_input_chunk_get_tokens_image(part), mtmd.mtmd_input_chunk_get_n_tokens(part)
+            at_0, at_1 = (
+                np.array(
+                    [_coordinates(mtmd.mtmd_image_tokens_get_decoder_pos(rows, start, row)) for row in range(n_rows)],
+                    np.int32,
+                ).T
+                for start in (0, 1)
+            )
+            return RowPositions(at_0, at_1, mtmd.mtmd_input_chunk_get_n_pos(part))
+
     def close(self) -> None:
         """Free the projector."""
         self._mtmd.mtmd_free(self._handle)
@@ -152,6 +171,10 @@ class LlamaProjector:
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
             mtmd.mtmd_bitmap_free(bitmap)
+
+
+def _coordinates(position: Any) -> tuple[int, int, int, int]:
+    return position.t, position.y, position.x, position.z
 
 
 def _load_library() -> Any:

@@ -5,6 +5,9 @@ streams, which is the number of slots, and for each stream its number of cells; 
 A context with another number of slots rejects these bytes, but accepts the same cells after its own number and as many
 counts of zero. Which stream the cells were in does not matter: they go to the slot they are restored into.
 
+A model with M-RoPE gives the rows of an image fewer positions than there are rows. llama.cpp's cells have positions
+only, so the runs are written between the header and its bytes.
+
 Recurrent caches do not count streams. Kinds of memory with another layout are restored unchanged; llama.cpp checks
 every number of streams, and rejects them if the number of slots has changed.
 """
@@ -16,7 +19,7 @@ import struct
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 # Two lengths of streamed parts: no known cache has more of them before anything else.
 _HEADER = struct.Struct("<4sIIIQQQ")
+_RUN = struct.Struct("<IIII")
 _MARK = b"ICKV"
 HEADER_BYTES = _HEADER.size
 # llama.cpp's magic and sequence id.
@@ -41,38 +45,67 @@ _PREFIX_BYTES = 8
 _WORD_BYTES = 4
 
 
+class RowRun(NamedTuple):
+    """A run of an image's rows whose positions are not the numbers of its tokens.
+
+    It is tokens ``start`` to before ``end`` of a sequence; the greatest position of a row is ``last``, and that of the
+    next token ``next_position``.
+    """
+
+    start: int
+    end: int
+    last: int
+    next_position: int
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Layout of the bytes that llama.cpp wrote for a sequence.
 
     ``size_bytes`` is the total, ``streamed_bytes`` the lengths of the parts after the prefix that begin with the number
-    of streams; the rest is the same for any number of slots.
+    of streams; the rest is the same for any number of slots. ``runs`` are those of images.
     """
 
     n_tokens: int
     slots: int
     size_bytes: int
     streamed_bytes: tuple[int, int]
+    runs: tuple[RowRun, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """Bytes before those of llama.cpp."""
+        return start_of(len(self.runs))
 
     def write(self, buffer: memoryview) -> None:
-        """Write the header into the first ``HEADER_BYTES``."""
-        _HEADER.pack_into(buffer, 0, _MARK, self.n_tokens, self.slots, 0, self.size_bytes, *self.streamed_bytes)
+        """Write the header and the runs into the first ``start`` bytes."""
+        facts = self.n_tokens, self.slots, len(self.runs), self.size_bytes, *self.streamed_bytes
+        _HEADER.pack_into(buffer, 0, _MARK, *facts)
+        for number, run in enumerate(self.runs):
+            _RUN.pack_into(buffer, start_of(number), *run)
 
     @classmethod
     def read(cls, data: memoryview) -> Layout | None:
         """Return the parsed header; ``None`` if it is invalid, or ``data`` is shorter than it states."""
         if len(data) < HEADER_BYTES:
             return None
-        mark, n_tokens, slots, reserved, size_bytes, first, second = _HEADER.unpack_from(data)
-        fits = first + second + _PREFIX_BYTES <= size_bytes <= len(data) - HEADER_BYTES
-        if mark != _MARK or reserved or not slots or not fits:
+        mark, n_tokens, slots, n_runs, size_bytes, first, second = _HEADER.unpack_from(data)
+        start = start_of(n_runs)
+        fits = first + second + _PREFIX_BYTES <= size_bytes <= len(data) - start
+        if mark != _MARK or not slots or not fits:
             return None
-        return cls(n_tokens, slots, size_bytes, (first, second))
+        runs = tuple(RowRun(*_RUN.unpack_from(data, start_of(number))) for number in range(n_runs))
+        return cls(n_tokens, slots, size_bytes, (first, second), runs)
 
     def size_with(self, slots: int) -> int:
         """Return the size of the same sequence in a context of ``slots`` slots."""
         n_parts = sum(map(bool, self.streamed_bytes))
         return self.size_bytes + n_parts * (slots - self.slots) * _WORD_BYTES
+
+
+def start_of(n_runs: int) -> int:
+    """Return the bytes before those of llama.cpp in a sequence with this many runs of rows."""
+    return HEADER_BYTES + n_runs * _RUN.size
 
 
 def streamed_bytes(full: int, partial: int, *, recurrent: bool, hybrid: bool) -> tuple[int, int]:
@@ -111,7 +144,7 @@ def rewrite(data: memoryview, layout: Layout, *, slots: int, into: NDArray[np.ui
     """Rewrite the sequence for another number of slots; ``False`` when ``data`` does not match its layout.
 
     Args:
-        data: llama.cpp's bytes: ``layout.size_bytes``, without the header.
+        data: llama.cpp's bytes: ``layout.size_bytes``, from ``layout.start`` on.
         layout: Its header.
         slots: The new number of slots.
         into: At least ``layout.size_with(slots)`` bytes; written from the first.

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WINDOW_TOKENS = 32
-_WIDTH, _HEADS, _FFN = 32, 2, 64
+MODEL_WIDTH = 32
+_WIDTH, _HEADS, _FFN = MODEL_WIDTH, 2, 64
 _LAYERS = 2
 
 
@@ -133,6 +134,22 @@ def write_plain_model(path: Path, *control: str) -> None:
         for name in ("attn_norm", "ffn_norm"):
             model.tensor(f"blk.{layer}.{name}.weight", _WIDTH)
         model.attention(layer)
+        model.feed_forward(layer)
+    model.close()
+
+
+def write_mrope_model(path: Path) -> None:
+    """Write a qwen2vl-shaped model, whose tokens have positions in several dimensions."""
+    model = _TinyModel(path, "qwen2vl")
+    model.writer.add_head_count_kv(_HEADS)
+    model.writer.add_rope_dimension_sections([2, 3, 3, 0])
+    model.tensor("output_norm.weight", _WIDTH)
+    for layer in range(_LAYERS):
+        for name in ("attn_norm", "ffn_norm"):
+            model.tensor(f"blk.{layer}.{name}.weight", _WIDTH)
+        model.attention(layer)
+        for name in ("attn_q", "attn_k", "attn_v"):
+            model.tensor(f"blk.{layer}.{name}.bias", _WIDTH)
         model.feed_forward(layer)
     model.close()
 

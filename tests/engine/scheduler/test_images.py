@@ -33,6 +33,9 @@ class FakeProjector:
         self.encoded.append((image.digest, run))
         return np.zeros((RUN_ROWS, 4), np.float32)
 
+    def positions(self, image: ImageRef, run: int) -> None:
+        """Each row has the next position."""
+
 
 class Images:
     """Images, a store of them, and the digests that it requested."""
