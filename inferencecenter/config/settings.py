@@ -440,10 +440,10 @@ Aliases = Annotated[
 
 
 Mmproj = Annotated[
-    ExpandedPath | None,
+    Literal["off"] | ExpandedPath | None,
     Field(
         description="GGUF file of the projector (`mmproj`) that turns images into input of the model; if not set, "
-        "`mmproj-NAME.gguf` beside a `NAME.gguf` in `models_dir`, and without that the model takes text only."
+        "`mmproj-NAME.gguf` beside a `NAME.gguf` in `models_dir`. Without one, or if `off`, the model takes only text."
     ),
 ]
 

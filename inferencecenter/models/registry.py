@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import structlog
 from pydantic import ValidationError
@@ -59,6 +59,7 @@ class ModelSpec:
         lora: LoRA adapters.
         draft: The GGUF file of the model that drafts tokens for it.
         mmproj: The GGUF file of its projector, if it takes images.
+        text_only: Whether it takes no images, even if a projector is beside its file.
         kind: Its kind.
         matryoshka: Whether its vectors may be shortened.
         n_embd: Width of the vectors in its file; ``None`` where that does not state it.
@@ -71,6 +72,7 @@ class ModelSpec:
     lora: tuple[LoraSettings, ...] = ()
     draft: Path | None = None
     mmproj: Path | None = None
+    text_only: bool = False
     kind: ModelKind = "chat"
     matryoshka: bool = False
     n_embd: int | None = None
@@ -228,11 +230,11 @@ def configured_files(settings: Settings) -> dict[Path, str]:
     elif settings.model.name is not None and settings.model.name not in settings.models:
         named[there.get(settings.model.name)] = "model.name"
     adapters = {adapter.path: "model.lora" for adapter in settings.model.lora}
-    if settings.model.mmproj is not None:
+    if isinstance(settings.model.mmproj, Path):
         adapters[settings.model.mmproj] = "model.mmproj"
     for name, entry in settings.models.items():
         adapters |= {adapter.path: f"models.{name}.lora" for adapter in entry.lora}
-        if entry.mmproj is not None:
+        if isinstance(entry.mmproj, Path):
             adapters[entry.mmproj] = f"models.{name}.mmproj"
     wanted = {f"models.{name}.draft": entry.draft for name, entry in settings.models.items()}
     wanted["engine.draft"] = settings.engine.draft
@@ -327,7 +329,8 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
             hint="Its settings override [engine]; keep_alive_s overrides sleep_after_s.",
         ) from None
     path = entry.path or scanned.get(name, settings.models_dir / f"{name}.gguf")
-    return ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora, mmproj=entry.mmproj)
+    spec = ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora)
+    return _with_chosen_projector(spec, entry.mmproj)
 
 
 def _aliases(settings: Settings, models: Collection[str], *, default: str) -> dict[str, str]:
@@ -379,7 +382,7 @@ def _default(
         )
     path = chosen.path or bundled_model()
     name = chosen.name or _stem_of(chosen.path, found) or _name_of(path, backend=shared.backend, taken=models)
-    return ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora, mmproj=chosen.mmproj)
+    return _with_chosen_projector(ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora), chosen.mmproj)
 
 
 def _with_companions(spec: ModelSpec, settings: Settings) -> ModelSpec:
@@ -392,9 +395,12 @@ def _with_companions(spec: ModelSpec, settings: Settings) -> ModelSpec:
                 field=f"model.{name}",
                 hint=f"That model has models.{spec.name}.{name}.",
             )
-        if given:
-            spec = replace(spec, **{name: given})
-    return spec
+    spec = replace(spec, lora=settings.model.lora or spec.lora)
+    return spec if settings.model.mmproj is None else _with_chosen_projector(spec, settings.model.mmproj)
+
+
+def _with_chosen_projector(spec: ModelSpec, chosen: Literal["off"] | Path | None) -> ModelSpec:
+    return replace(spec, mmproj=chosen if isinstance(chosen, Path) else None, text_only=chosen == "off")
 
 
 def _check_projector(spec: ModelSpec, *, field: str) -> None:
@@ -416,10 +422,9 @@ def _check_projector(spec: ModelSpec, *, field: str) -> None:
 
 def _with_projector(spec: ModelSpec, scanned: _Directory) -> ModelSpec:
     """Return a model without a configured projector with the one beside its file, if the engine can use it."""
-    may_have_one = spec.path in scanned.projectors and spec.kind == "chat" and spec.engine.backend == "llama"
-    if spec.mmproj is not None or not may_have_one:
-        return spec
-    return replace(spec, mmproj=scanned.projectors[spec.path])
+    is_open = spec.mmproj is None and not spec.text_only
+    may_see = spec.path in scanned.projectors and spec.kind == "chat" and spec.engine.backend == "llama"
+    return replace(spec, mmproj=scanned.projectors[spec.path]) if is_open and may_see else spec
 
 
 def _with_draft(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> ModelSpec:

@@ -490,6 +490,10 @@ def test_projector_beside_a_model_is_used(folder: Path, tmp_path: Path) -> None:
     assert registry.remarks == ()
     assert _read(folder, engine={"backend": "echo"}).get("seeing").mmproj is None
     assert _read(folder, model={"name": "seeing"}).get("seeing").mmproj == own
+    assert _read(folder, model={"name": "seeing", "mmproj": "off"}).get("seeing").mmproj is None
+    entries["second"]["mmproj"] = "off"
+    registry = _read(folder, models=entries, model={"name": "third"})
+    assert (registry.get("second").mmproj, registry.get("third").mmproj) == (None, other)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16])
