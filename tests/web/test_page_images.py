@@ -96,6 +96,27 @@ async def test_chosen_images_are_sent_and_shown(browser: Browser, seeing: Daemon
         await expect(opener).to_be_focused()
 
 
+async def test_phone_takes_a_photo(browser: Browser, seeing: Daemon, daemon: Daemon) -> None:
+    """With its camera, where the model takes images; a mouse has no camera, and text needs the room."""
+    options: Any = {"viewport": PHONE, "has_touch": True, "is_mobile": True}
+    async with signed_in(browser, seeing, **options) as visit:
+        camera = visit.button("Take a photo")
+        async with visit.page.expect_file_chooser() as choosing:
+            await camera.click()
+        chooser = await choosing.value
+        assert await chooser.element.get_attribute("capture") == "environment"
+        await chooser.set_files([payload("photo.jpg", WIDE, "image/jpeg")])
+        chips = visit.page.get_by_role("group", name="Attached files").locator(".chip")
+        await expect(chips).to_contain_text(["photo.jpg1568"])
+        assert await barriers(visit) == []
+        await visit.composer.fill("What is it?")
+        await expect(camera).to_have_count(0)
+    for other, no_camera in ((seeing, {}), (daemon, options)):
+        async with signed_in(browser, other, **no_camera) as visit:
+            await expect(visit.button("Attach files")).to_be_visible()
+            await expect(visit.button("Take a photo")).to_have_count(0)
+
+
 async def test_images_are_pasted_and_dropped(browser: Browser, seeing: Daemon) -> None:
     """A message may consist of them alone; one is removed before."""
     data = base64.b64encode(RED).decode()

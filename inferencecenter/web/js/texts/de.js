@@ -60,6 +60,8 @@ const texts = {
   "files.attach": "Dateien anhängen",
   "files.attach_title": "Bilder, Textdateien, Code, CSV oder PDF anhängen",
   "files.attach_label": "Anzuhängende Dateien",
+  "files.camera": "Foto aufnehmen",
+  "files.camera_label": "Anzuhängendes Foto",
   "files.reload": "Laden Sie die Seite neu und hängen Sie die Dateien dann erneut an.",
   "files.message_too_large": "Diese Nachricht ist zu lang: Sie hat {size}, und {room} können auf einmal gesendet werden.",
   "files.message_hint": "Entfernen Sie eine Datei oder kürzen Sie sie.",

@@ -60,6 +60,8 @@ const texts = {
   "files.attach": "Attach files",
   "files.attach_title": "Attach images, text files, code, CSV or PDF",
   "files.attach_label": "Files to attach",
+  "files.camera": "Take a photo",
+  "files.camera_label": "Photo to attach",
   "files.reload": "Reload the page, then attach the files again.",
   "files.message_too_large": "This message is too long: it has {size}, and {room} can be sent at once.",
   "files.message_hint": "Remove a file, or shorten it.",

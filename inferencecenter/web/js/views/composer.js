@@ -3,7 +3,7 @@ import { t } from "../i18n.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
 import { ask } from "../conversations.js";
 import { draftOf, filesOf, incoming, keepDraft, keepFiles, moveDraft } from "../drafts.js";
-import { modelOf } from "../models.js";
+import { modelOf, models } from "../models.js";
 import { canListen, failure, preferences } from "../state.js";
 import { WireError } from "../wire/errors.js";
 import { Icon } from "./icons.js";
@@ -14,6 +14,7 @@ import { Lazy } from "./lazy.js";
 const attachments = () => import("./files.js");
 const prompts = () => import("./prompts.js");
 const voice = () => import("./voice.js");
+const isTouch = matchMedia("(pointer: coarse)");
 
 /** Moves the focus to the message input, or to the messages where that would open a keyboard on the screen. */
 export function focusComposer() {
@@ -65,6 +66,7 @@ export function Composer({ session }) {
   const ref = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   const [picking, setPicking] = useState(false);
   const chooser = useRef(/** @type {HTMLInputElement | null} */ (null));
+  const camera = useRef(/** @type {HTMLInputElement | null} */ (null));
   const files = filesOf(id);
   const coming = incoming.value.filter((each) => each.id === id);
   const running = session.running;
@@ -72,6 +74,8 @@ export function Composer({ session }) {
   const blocked = !isOpen(session);
   const empty = !text.trim() && files.length === 0;
   const reading = coming.some(({ refusal }) => !refusal);
+  // Phones are narrow: while there is text, it has the room.
+  const offersCamera = text === "" && isTouch.matches && models.value?.find((each) => each.name === model)?.vision;
   const write = (/** @type {string} */ value) => {
     keepDraft(id, value);
     setText(value);
@@ -153,6 +157,11 @@ export function Composer({ session }) {
           onClick=${() => setPicking(!picking)}><${Icon} name="slash" /></button>
         ${canListen && preferences.value.voice && html`<${Lazy} load=${voice} name="Voice" disabled=${blocked} onSpeech=${hear} />`}
         <input type="file" ref=${chooser} hidden multiple aria-label=${t("files.attach_label")} onChange=${choose} />
+        ${offersCamera &&
+        html`<button type="button" class="icon-button camera" aria-label=${t("files.camera")} title=${t("files.camera")}
+            disabled=${blocked} onClick=${() => camera.current?.click()}><${Icon} name="camera" /></button>
+          <input type="file" ref=${camera} hidden accept="image/*" capture="environment" aria-label=${t("files.camera_label")}
+            onChange=${choose} />`}
         <textarea id="composer" ref=${ref} rows="1" dir="auto" aria-label=${t("composer.message")}
           placeholder=${model ? t("composer.placeholder_model", { model }) : t("composer.placeholder")} value=${text}
           disabled=${blocked} enterkeyhint="send" title=${t("composer.title")}
