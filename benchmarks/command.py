@@ -43,6 +43,9 @@ def bench(  # noqa: PLR0913 - one argument an option
     draft: Annotated[
         Path | None, typer.Option(help="GGUF file of the draft model.", metavar="FILE", show_default=False)
     ] = None,
+    mmproj: Annotated[
+        Path | None, typer.Option(help="GGUF file of the projector.", metavar="FILE", show_default=False)
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
     slots: Annotated[int | None, typer.Option(help="Slots of our daemon.", show_default="the scenario's")] = None,
     n_ctx: Annotated[
@@ -119,6 +122,7 @@ def bench(  # noqa: PLR0913 - one argument an option
     given = Options(
         model=model,
         draft=draft,
+        mmproj=mmproj,
         backend=parse_backend(backend),
         slots=slots,
         n_ctx=n_ctx,

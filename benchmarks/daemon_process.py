@@ -47,8 +47,8 @@ class DaemonSettings:
 
     ``store`` tells whether conversations are stored. ``loses_engines`` is set where the scenario kills engines.
     ``echo_delay_ms`` is the duration of a decode of the echo backend. ``lookup`` enables prompt lookup, ``draft`` names
-    a draft model. The script backend answers by the rules of ``script``. With ``two_models`` the file is there twice,
-    under ``MODEL_NAMES``.
+    a draft model and ``mmproj`` a projector. The script backend answers by the rules of ``script``. With ``two_models``
+    the file is there twice, under ``MODEL_NAMES``.
     """
 
     backend: Literal["llama", "echo", "script"]
@@ -61,6 +61,7 @@ class DaemonSettings:
     echo_delay_ms: int = 0
     lookup: bool = False
     draft: Path | None = None
+    mmproj: Path | None = None
     two_models: bool = False
     script: Path | None = None
 
@@ -85,6 +86,8 @@ class DaemonSettings:
             settings["MODEL__PATH"] = str(self.model)
         if self.draft is not None:
             settings["ENGINE__DRAFT"] = str(self.draft.absolute())
+        if self.mmproj is not None:
+            settings["MODEL__MMPROJ"] = str(self.mmproj.absolute())
         if self.script is not None:
             settings["ENGINE__SCRIPT"] = str(self.script)
         if self.loses_engines:

@@ -31,10 +31,11 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TurnSize(msgspec.Struct, frozen=True):
-    """Prompt and answer of a turn."""
+    """Prompt and answer of a turn; the ``image`` is as in ``Work``."""
 
     prompt_tokens: int
     max_tokens: int
+    image: bool = False
 
 
 class Round(TurnSize, frozen=True):

@@ -188,13 +188,14 @@ def _work(job: Rounds, number: int, index: int) -> Work:
         history_id=f"{job.first_seed}-{index}" if job.continues else None,
         opening=opening,
         slot=index if job.pinned else None,
+        image=each.image,
     )
 
 
 async def _warm_up(sessions: Sequence[TargetSession], size: TurnSize, *, first_seed: int) -> None:
     async def turn(index: int, session: TargetSession) -> None:
         seed = first_seed + _WARM_UP_SEEDS + index
-        _sound(await session.turn(Work(size.prompt_tokens, size.max_tokens, seed)))
+        _sound(await session.turn(Work(size.prompt_tokens, size.max_tokens, seed, image=size.image)))
 
     await together(turn(index, session) for index, session in enumerate(sessions))
 
@@ -220,9 +221,8 @@ class _Arrival:
     async def _newcomer(self, session: TargetSession) -> TurnTrace:
         size = self._job.newcomer
         await self._due.wait()
-        return await session.turn(
-            Work(size.prompt_tokens, size.max_tokens, seed=self._job.first_seed + self._job.streams)
-        )
+        seed = self._job.first_seed + self._job.streams
+        return await session.turn(Work(size.prompt_tokens, size.max_tokens, seed=seed, image=size.image))
 
     async def _stream(self, index: int, session: TargetSession) -> TurnTrace:
         size, missing = self._job.stream, self._job.after_tokens

@@ -50,6 +50,7 @@ class Options:
     Attributes:
         model: GGUF file; the bundled one when not given.
         draft: GGUF file of the draft model.
+        mmproj: GGUF file of the projector.
         backend: What decodes in our own daemon.
         slots: Slots of our daemon.
         n_ctx: Tokens of context per slot.
@@ -71,6 +72,7 @@ class Options:
 
     model: Path | None = None
     draft: Path | None = None
+    mmproj: Path | None = None
     backend: Literal["llama", "echo"] | None = None
     slots: int | None = None
     n_ctx: int | None = None

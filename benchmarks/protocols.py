@@ -34,6 +34,11 @@ def embeddings(spec: TargetSpec) -> TargetSpec:
     return replace(spec, kind="embeddings", url=_http(spec) if spec.url.startswith("ws") else spec.url)
 
 
+def chat_with_images(spec: TargetSpec) -> TargetSpec:
+    """Return `/v1/chat/completions` of our daemon or another server, whose parameters are beside the others."""
+    return replace(spec, kind="image-chat", url=_http(spec) if spec.url.startswith("ws") else spec.url)
+
+
 def codex(spec: TargetSpec) -> TargetSpec:
     """Return what Codex sends: `/v1/responses` over HTTP, with the whole conversation."""
     return replace(spec, kind="codex", url=_http(spec))

@@ -24,13 +24,14 @@ TargetKind: TypeAlias = Literal[
     "chat-completions",
     "responses",
     "embeddings",
+    "image-chat",
     "codex",
     "claude-code",
 ]
 """The API of a server that is measured.
 
 `chat-completions` and, over WebSocket, `responses` are our own daemon's, as is what the agents `codex` and
-`claude-code` send; `embeddings` is any server's `/v1/embeddings`.
+`claude-code` send; `embeddings` and `image-chat` are any server's `/v1/embeddings` and `/v1/chat/completions`.
 """
 
 
@@ -90,7 +91,8 @@ class Work:
     ``prompt_tokens``. Exactly ``max_tokens`` are generated: ends of text are ignored. Turns of one ``history_id``
     continue one conversation, up to one that ``ends_history``; ``None`` is a conversation of its own. ``slot`` is where
     the conversation's KV is, for servers that clients may name a slot to; others find it by themselves. Tokens are
-    drawn at the ``temperature``, at 0 the likeliest are taken.
+    drawn at the ``temperature``, at 0 the likeliest are taken. With ``image`` there is one before the text, which
+    depends on the opening's seed, or without an opening on the turn's; only some protocols can send it.
     """
 
     prompt_tokens: int
@@ -101,6 +103,7 @@ class Work:
     opening: Opening | None = None
     slot: int | None = None
     temperature: float = USUAL_TEMPERATURE
+    image: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ def make_target(spec: TargetSpec) -> Target:
         # Not at the top: the daemon alone can be measured without the extra.
         from benchmarks.peers.agents import AgentTarget, ClaudeCodeSession, CodexSession  # noqa: PLC0415
         from benchmarks.peers.embeddings import EmbeddingSession  # noqa: PLC0415
+        from benchmarks.peers.images import ImageChatSession  # noqa: PLC0415
         from benchmarks.peers.llama_server import LlamaServer  # noqa: PLC0415
         from benchmarks.peers.openai import ChatSession, CompletionsSession, OpenAITarget  # noqa: PLC0415
         from benchmarks.peers.responses import ResponsesSession  # noqa: PLC0415
@@ -95,6 +96,7 @@ def make_target(spec: TargetSpec) -> Target:
         "llama-server": LlamaServer,
         "openai": partial(OpenAITarget, connect=CompletionsSession.connect),
         "chat-completions": partial(OpenAITarget, connect=ChatSession.connect),
+        "image-chat": partial(OpenAITarget, connect=ImageChatSession.connect),
         "responses": partial(OpenAITarget, connect=ResponsesSession.connect),
         "embeddings": partial(OpenAITarget, connect=EmbeddingSession.connect),
         "codex": partial(AgentTarget, agent=CodexSession),
