@@ -33,7 +33,7 @@ INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-clients test-all lint docs site clean wheels install install-files uninstall libraries
+.PHONY: help run test test-slow test-extra test-clients test-all lint docs site clean wheels install install-files uninstall libraries
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,10 +47,12 @@ test: $(VENV)/.installed-dev $(LIBRARIES) ## Run the fast tests, a few minutes
 test-slow: $(VENV)/.installed-dev $(LIBRARIES) ## Run the slow tests
 	$(BIN)/pytest -m slow
 
-test-clients: $(VENV)/.installed-dev $(LIBRARIES) ## Install third-party clients and run their slow tests
-	$(BIN)/pytest -m slow tests/clients
+test-extra: $(VENV)/.installed-dev $(LIBRARIES) ## Install third-party clients and run their tests
+	$(BIN)/pytest -m extra
 
-test-all: test test-slow ## Run all tests
+test-clients: test-extra
+
+test-all: test test-slow test-extra ## Run all tests
 
 lint: $(VENV)/.installed-dev site ## Check style, types (also of the web page), imports, the site and generated files
 	$(BIN)/ruff check

@@ -13,7 +13,7 @@ from tests.clients.client_programs import CLAUDE_CODE, CODEX, FIXED, OPENAI_MODE
 if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.extra, pytest.mark.timeout(1500)]
 
 
 def events(output: str) -> list[Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.extra,
     pytest.mark.timeout(2400),
     pytest.mark.skipif(LARGE not in os.environ, reason=f"it installs 7 GB: set {LARGE}"),
 ]

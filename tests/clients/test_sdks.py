@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.harness import Daemon
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.extra, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("client", SDKS, ids=str)
