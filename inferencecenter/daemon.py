@@ -49,6 +49,7 @@ from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, 
 from inferencecenter.server.load_history import HISTORY_FILE, LoadHistory, recording
 from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.context import parse_config_params
+from inferencecenter.sessions.images.fetcher import ImageFetcher
 from inferencecenter.sessions.images.library import ImageLibrary
 from inferencecenter.sessions.images.store import IMAGES_NAME, ImageFile
 from inferencecenter.sessions.journal import RETRY_LATER_MS, check_writable
@@ -401,7 +402,9 @@ def _open_images(settings: Settings) -> ImageLibrary:
     file = None
     if settings.sessions.store:
         file = ImageFile(settings.state_dir / IMAGES_NAME, sessions=settings.state_dir / DATABASE_NAME)
-    return ImageLibrary(file, max_bytes=settings.sessions.images_mib * 1024 * 1024, clock=time.time)
+    fetcher = ImageFetcher(settings.server.image_hosts, max_bytes=settings.server.max_body_bytes)
+    max_bytes = settings.sessions.images_mib * 1024 * 1024
+    return ImageLibrary(file, max_bytes=max_bytes, clock=time.time, fetcher=fetcher)
 
 
 async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callable[[], None]) -> int:

@@ -18,23 +18,27 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.context import Principal
 
 _DATA_URL: Final = re.compile(r"data:image/[a-z+.-]+;base64,", re.IGNORECASE)
+_IN_PART: Final = re.compile(r"\.(data|digest|url)$")
 _SHOWN_CHARS: Final = 60
+_MAX_URL_CHARS: Final = 4096
 
 
 def image_of_url(url: str, path: str) -> MessageImagePart:
-    """Return the image in a data URL.
+    """Return the image in a data URL, or at an address with https.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for another address: the daemon fetches nothing that a client names.
+        InferenceCenterError: ``invalid_request`` for another address.
     """
-    if (prefix := _DATA_URL.match(url)) is None:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST,
-            f"{path} is {url[:_SHOWN_CHARS]!r}, which is not data:image/…;base64,…",
-            field=path,
-            hint="The daemon fetches no images; send the file itself in Base64.",
-        )
-    return MessageImagePart(type="image", data=url[prefix.end() :])
+    if (prefix := _DATA_URL.match(url)) is not None:
+        return MessageImagePart(type="image", data=url[prefix.end() :])
+    if url.startswith("https://") and len(url) <= _MAX_URL_CHARS:
+        return MessageImagePart(type="image", url=url)
+    raise InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"{path} is {url[:_SHOWN_CHARS]!r}, which is not data:image/…;base64,…",
+        field=path,
+        hint="Send the file itself in Base64.",
+    )
 
 
 def user_message(parts: Sequence[str | MessageImagePart]) -> ChatMessage | MessageInParts:
@@ -63,24 +67,25 @@ def _message(
     return MessageInParts(role=role, content=tuple(content), tool_call_id=call_id)
 
 
-async def with_stored_images(
+async def with_stored_images(  # noqa: PLR0913 - keyword-only
     context: ServerContext,
     client: Principal,
     messages: Sequence[ChatMessage | MessageInParts],
     *,
     stored: bool = False,
     field: str = "messages",
+    part: str | None = None,
 ) -> tuple[ChatMessage, ...]:
     """Return messages whose images are decoded and named by digest; those for sessions that are ``stored`` are too.
 
     Raises:
-        InferenceCenterError: See ``ImageLibrary.resolve``; the field is ``field``, since messages are numbered
-            differently in other APIs.
+        InferenceCenterError: See ``ImageLibrary.resolve``. Its field is ``field``, unless messages and their parts have
+            the same numbers as in the request, where ``part`` is the name of an image in a part.
     """
     if has_images(messages):
         try:
             messages = await context.sessions.images.resolve(ImageOwner(client.client_id, stored=stored), messages)
         except InferenceCenterError as error:
-            error.field = field
+            error.field = field if part is None else _IN_PART.sub(f".{part}", error.field or "")
             raise
     return plain_messages(messages)

@@ -112,6 +112,11 @@ class ServerSettings(Section):
         le=2**30,
         description="Maximum size of an HTTP request body; a body is held in memory while it is read.",
     )
+    image_hosts: tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.-]+(:[0-9]{1,5})?$")], ...] = Field(
+        (),
+        description="Hosts from which images are fetched where a request names one by an address with https, such as "
+        "images.example.org; redirections are not followed. None by default.",
+    )
     body_timeout_s: float = Field(
         10.0, gt=0, le=3600, description="Seconds within which the body of an HTTP request must arrive."
     )

@@ -138,16 +138,19 @@ class MessageTextPart(Value):
 
 
 class MessageImagePart(Value):
-    """An image of a message with parts: its file, or the digest of one that the client sent before."""
+    """An image of a message with parts: its file, the digest of one that the client sent before, or an address."""
 
     type: Literal["image"]
     data: str | None = Field(default=None, description="A PNG, JPEG, WebP or GIF file in Base64.")
     digest: ImageDigest | None = Field(default=None, description="SHA-256 of a file sent before, in hex.")
+    url: Annotated[str, StringConstraints(max_length=4096)] | None = Field(
+        default=None, description="Address with https of a file on a host in `server.image_hosts`."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.data is None) == (self.digest is None):
-            raise ValueError("an image has either data or a digest")
+        if sum(source is not None for source in (self.data, self.digest, self.url)) != 1:
+            raise ValueError("an image has data, a digest or a url")
         return self
 
 

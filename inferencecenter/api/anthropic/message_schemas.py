@@ -72,7 +72,7 @@ def _as_blocks(value: object) -> object:
 
 
 class Base64Source(DialectModel):
-    """A file in the request; the daemon fetches no others."""
+    """A file in the request."""
 
     type: Literal["base64"] = Field(description="Type of the object.")
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] = Field(
@@ -81,11 +81,18 @@ class Base64Source(DialectModel):
     data: str = Field(description="The file in Base64.")
 
 
+class UrlSource(DialectModel):
+    """A file at an address, which the daemon fetches from hosts in `server.image_hosts`."""
+
+    type: Literal["url"] = Field(description="Type of the object.")
+    url: str = Field(max_length=4096, description="Its address, with https.")
+
+
 class ImageBlock(DialectModel):
     """An image for the model."""
 
     type: Literal["image"] = Field(description="Type of the object.")
-    source: Base64Source = Field(description="Its file.")
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")] = Field(description="Its file.")
 
 
 ResultBlock: TypeAlias = Annotated[

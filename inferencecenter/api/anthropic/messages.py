@@ -28,6 +28,7 @@ from inferencecenter.api.anthropic.message_schemas import (
     TokenCount,
     ToolResultBlock,
     ToolUseBlock,
+    UrlSource,
 )
 from inferencecenter.api.body import checked, invalid_field
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, collect_turns, document, stream_turns
@@ -237,6 +238,8 @@ def _result(block: ToolResultBlock) -> ChatMessage | MessageInParts:
 
 def _part(block: ResultBlock) -> str | MessageImagePart:
     if isinstance(block, ImageBlock):
+        if isinstance(block.source, UrlSource):
+            return MessageImagePart(type="image", url=block.source.url)
         return MessageImagePart(type="image", data=block.source.data)
     if isinstance(block, MessageText):
         return block.text

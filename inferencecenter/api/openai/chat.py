@@ -534,7 +534,8 @@ async def checked_conversation(call: Call) -> ConversationRequest:
         messages = _checked(request)
     else:
         messages = await call.context.worker.run(call.caller.client.client_id, partial(_checked, request))
-    return conversation_of(request, await with_stored_images(call.context, call.caller.client, messages))
+    stored = await with_stored_images(call.context, call.caller.client, messages, part="image_url.url")
+    return conversation_of(request, stored)
 
 
 def _checked(request: ChatRequest) -> tuple[ChatMessage | MessageInParts, ...]:

@@ -32,6 +32,7 @@ from inferencecenter.protocol.values import (
     MessageImagePart,
     MessageInParts,
 )
+from inferencecenter.sessions.images.fetcher import ImageFetcher
 from inferencecenter.sessions.images.store import too_many_bytes
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class ImageLibrary:
         max_pool_bytes: Bytes that the images of requests without a session may have together, for all clients.
         clock: Unix seconds.
         decoded: Decodes a file; blocks.
+        fetcher: Fetches files at addresses; without one, none is fetched.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only; most have defaults
@@ -145,6 +147,7 @@ class ImageLibrary:
         max_held_bytes: int = MAX_HELD_BYTES,
         max_pool_bytes: int = MAX_POOL_BYTES,
         decoded: Callable[[bytes], DecodedImage] = decode,
+        fetcher: ImageFetcher | None = None,
     ) -> None:
         self._file = file
         self._max_bytes = max_bytes
@@ -152,6 +155,7 @@ class ImageLibrary:
         self._max_pool_bytes = max_pool_bytes
         self._clock = clock
         self._decoded = decoded
+        self._fetcher = fetcher or ImageFetcher((), max_bytes=0)
         self._decoder = FairWorker("image-decoder")
         self._disk = FairWorker("image-store")
         self._held: dict[tuple[str, str], _HeldImages] = {}
@@ -278,6 +282,9 @@ class ImageLibrary:
             where = f"{path}.content.{number}"
             if part.digest is not None:
                 images.append(await self._known(owner, part.digest, f"{where}.digest"))
+            elif part.url is not None:
+                file = await self._fetcher.fetch(owner.client_id, part.url, path=f"{where}.url")
+                images.append(await self.add(owner, file, path=f"{where}.url"))
             else:
                 images.append(await self.add_encoded(owner, part.data or "", path=f"{where}.data"))
         return ChatMessage(

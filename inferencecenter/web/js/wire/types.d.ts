@@ -141,13 +141,15 @@ export interface MessageImage {
   media_type: "image/png" | "image/jpeg" | "image/webp" | "image/gif";
 }
 
-/** An image of a message with parts: its file, or the digest of one that the client sent before. */
+/** An image of a message with parts: its file, the digest of one that the client sent before, or an address. */
 export interface MessageImagePart {
   type: "image";
   /** A PNG, JPEG, WebP or GIF file in Base64. */
   data?: string | null;
   /** SHA-256 of a file sent before, in hex. */
   digest?: string | null;
+  /** Address with https of a file on a host in `server.image_hosts`. */
+  url?: string | null;
 }
 
 /** A message whose content has several parts, such as texts and images; it is stored as a message with images. */
