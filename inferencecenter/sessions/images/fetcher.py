@@ -1,7 +1,7 @@
 """Images at addresses: files that a client names and the daemon fetches, from hosts that the operator allows.
 
-Without allowed hosts nothing is fetched. A host is allowed by its name, so who controls it, or its entry in the name
-system, decides what is connected to. Redirections are not followed, since they could lead to any host, and neither
+Without allowed hosts nothing is fetched. A host is allowed by its name, so its entry in the name system decides what is
+connected to. Redirections are not followed, since they could lead to any host, and neither
 cookies nor the environment's proxies and passwords are used.
 """
 

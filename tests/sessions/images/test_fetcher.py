@@ -102,7 +102,7 @@ async def test_other_addresses_are_not_connected_to(url: str) -> None:
     assert host.requested == []
 
 
-async def test_a_port_may_be_allowed() -> None:
+async def test_port_may_be_allowed() -> None:
     """It is part of the entry then."""
     assert await fetcher(Host(), "example.org:8443").fetch("ada", "https://example.org:8443/", path="p") == FILE
 
