@@ -49,7 +49,6 @@ from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, 
 from inferencecenter.server.load_history import HISTORY_FILE, LoadHistory, recording
 from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.context import parse_config_params
-from inferencecenter.sessions.images.fetcher import ImageFetcher
 from inferencecenter.sessions.images.library import ImageLibrary
 from inferencecenter.sessions.images.store import IMAGES_NAME, ImageFile
 from inferencecenter.sessions.journal import RETRY_LATER_MS, check_writable
@@ -402,7 +401,11 @@ def _open_images(settings: Settings) -> ImageLibrary:
     file = None
     if settings.sessions.store:
         file = ImageFile(settings.state_dir / IMAGES_NAME, sessions=settings.state_dir / DATABASE_NAME)
-    fetcher = ImageFetcher(settings.server.image_hosts, max_bytes=settings.server.max_body_bytes)
+    fetcher = None
+    if settings.server.image_hosts:
+        from inferencecenter.sessions.images.fetcher import ImageFetcher  # noqa: PLC0415 - its client takes 0.1 s
+
+        fetcher = ImageFetcher(settings.server.image_hosts, max_bytes=settings.server.max_body_bytes)
     max_bytes = settings.sessions.images_mib * 1024 * 1024
     return ImageLibrary(file, max_bytes=max_bytes, clock=time.time, fetcher=fetcher)
 

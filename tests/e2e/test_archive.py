@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from inferencecenter.client import Client
 from tests.e2e.harness import command_line, connect_client, run_daemon
 
@@ -14,6 +16,7 @@ MOST = 2
 N_SESSIONS = 4
 
 
+@pytest.mark.slow
 async def test_sessions_beyond_the_limit_are_archived_found_and_loaded(tmp_path: Path, demo_model_path: Path) -> None:
     """Each keeps its text, over the socket, the Python client and a restart; a watching socket is told of another."""
     settings = {"INFERENCECENTER_ENGINE__BACKEND": "echo", "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": "0"}

@@ -40,6 +40,7 @@ def wait_for_event(state_dir: Path, event: str) -> dict[str, Any]:
     return lines[-1]
 
 
+@pytest.mark.slow
 def test_audit_log_covers_the_life_of_a_daemon(tmp_path: Path, demo_model_path: Path) -> None:
     """The log has the first start, a login, a refusal and the stop, and no secret."""
     state_dir = tmp_path / "state"

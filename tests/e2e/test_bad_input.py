@@ -187,6 +187,7 @@ async def test_foreign_session_is_indistinguishable_from_a_missing_one(daemon: D
         await _still_works(owner, session)
 
 
+@pytest.mark.slow
 def test_bad_model_file_fails_the_start(tmp_path: Path) -> None:
     """A truncated model file gives exit code 66, the path and the reason."""
     model = tmp_path / "model.gguf"
@@ -199,6 +200,7 @@ def test_bad_model_file_fails_the_start(tmp_path: Path) -> None:
     assert model.name in told
 
 
+@pytest.mark.slow
 def test_port_in_use_fails_the_start(daemon: Daemon, demo_model_path: Path, tmp_path: Path) -> None:
     """A port in use gives exit code 69 and a message with the port."""
     ended = _serve(tmp_path, "--model", str(demo_model_path), port=daemon.port)

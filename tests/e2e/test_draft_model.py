@@ -60,6 +60,7 @@ async def _answers(daemon: Daemon, *prompts: str) -> list[Answer]:
         return await ask(client, [await client.create() for _ in prompts], prompts, **GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [*((prompt,) for prompt in PROMPTS), PROMPTS])
 async def test_draft_model_keeps_greedy_answers(plain: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
     """A turn alone, and two turns that share the only slot, give the answers without drafts, mostly from drafts."""
@@ -99,6 +100,7 @@ async def test_turns_after_an_abort_draft_on(plain: Daemon, drafting: Daemon) ->
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 async def test_draft_model_follows_a_context_shift(plain: Daemon, drafting: Daemon) -> None:
     """The oldest turns are dropped within an answer, which continues the same."""
     told = []
@@ -115,6 +117,7 @@ async def test_draft_model_follows_a_context_shift(plain: Daemon, drafting: Daem
     assert told[0].agrees_with(told[1])
 
 
+@pytest.mark.slow
 async def test_new_engine_loads_the_draft_model_too(plain: Daemon, drafting: Daemon) -> None:
     """An answer that is interrupted by a crash continues the same, with drafts."""
     (expected,) = await _answers(plain, PROMPTS[1])

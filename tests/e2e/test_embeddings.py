@@ -151,6 +151,7 @@ def _engine_of(daemon: Daemon, model: str) -> int:
     return next(int(pid) for pid in children if f"/{model}.gguf" in Path(f"/proc/{pid}/maps").read_text())
 
 
+@pytest.mark.slow
 async def test_requests_outlive_their_engine(embedding_daemon: Daemon, openai: AsyncOpenAI) -> None:
     """Killed engines cost time, and no request."""
     texts = TEXTS * 100

@@ -124,6 +124,7 @@ async def recall_names(daemon: Daemon, *, seed: int, at_once: int = len(NAMES)) 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIERS)
 async def test_twelve_sessions_on_two_slots(tmp_path: Path, demo_model_path: Path, name: str) -> None:
     """All answers are right with any tiers; with a tier no session is prefilled again.

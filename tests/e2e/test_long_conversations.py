@@ -41,6 +41,7 @@ def shifts(client: SocketClient, session: str) -> list[dict[str, Any]]:
     return [m for m in client.seen if m["op"] == "context_shifted" and m["session_id"] == session]
 
 
+@pytest.mark.slow
 async def test_system_prompt_and_latest_facts_survive_context_shifts(small_context: Daemon) -> None:
     """Context shifts drop the oldest turns and keep the system prompt and the latest facts."""
     async with connect_client(small_context) as client:

@@ -86,6 +86,7 @@ async def test_tools_are_listed_with_their_schemas(daemon: Daemon) -> None:
         assert (refused["code"], refused["field"]) == ("invalid_request", "server")
 
 
+@pytest.mark.slow
 async def test_result_becomes_a_message_and_the_turn_continues(daemon: Daemon, calls: CallFile) -> None:
     """The call is run with the model's arguments, its result is part of the history, and ``infer`` answers it."""
     async with connect_client(daemon) as client:
@@ -184,6 +185,7 @@ async def test_parallel_calls_are_answered_each(daemon: Daemon) -> None:
         assert [message["role"] for message in session["transcript"]] == ["user", "assistant", "tool", "tool"]
 
 
+@pytest.mark.slow
 async def test_kill_in_mid_call_leaves_an_unknown_outcome(tmp_path: Path, server: int, calls: CallFile) -> None:
     """After kill -9 the call is shown as unknown and not run again, until the client asks for it."""
     servers = declared(server)
@@ -249,6 +251,7 @@ def test_blocking_client_lists_and_calls_tools(daemon: Daemon) -> None:
         assert session.call_mcp_tool(call.call_id, "weather").is_error
 
 
+@pytest.mark.slow
 async def test_servers_are_reloaded(tmp_path: Path, server: int, calls: CallFile) -> None:
     """Servers are added, changed and removed; a call that runs on a removed one ends, and the session continues."""
     config = tmp_path / "inferencecenter.toml"
@@ -284,6 +287,7 @@ async def test_servers_are_reloaded(tmp_path: Path, server: int, calls: CallFile
     assert "settings_need_restart" not in daemon.log.read_text()
 
 
+@pytest.mark.slow
 async def test_process_of_a_server_dies_with_a_killed_daemon(tmp_path: Path, calls: CallFile) -> None:
     """It runs in the daemon's place, without its sockets, and is gone when the daemon was killed."""
     server: dict[str, Any] = {"scope": "user", "env": {FILE: str(calls.path)}}

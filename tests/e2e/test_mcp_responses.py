@@ -230,6 +230,7 @@ def test_approval_needs_the_response_with_the_call(client: OpenAI, calls: CallFi
     assert calls.count("get_weather Oslo") == before
 
 
+@pytest.mark.slow
 def test_killed_call_is_not_repeated(tmp_path: Path, server: int, calls: CallFile) -> None:
     """After kill -9 the same request tells the model that the result is unknown."""
     before = calls.count("slow began")
@@ -269,6 +270,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_session_may_be_archived_while_tools_are_listed(tmp_path: Path) -> None:
     """The response continues it anyway."""
     go = tmp_path / "go"

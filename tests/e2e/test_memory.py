@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.e2e.harness import ENDLESS, connect_client
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ async def test_sessions_without_a_slot_are_recomputed(daemon: Daemon) -> None:
             assert NAMES[number % 8] in text
 
 
+@pytest.mark.slow
 async def test_two_sockets_stream_concurrently(daemon: Daemon) -> None:
     """Tokens of two clients' turns interleave."""
     async with connect_client(daemon) as one, connect_client(daemon) as two:

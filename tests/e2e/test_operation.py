@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
 
 
+@pytest.mark.slow
 async def test_token_revocation_closes_live_sockets(daemon: Daemon) -> None:
     """``token revoke`` closes the sockets of that token with 4401 and no others."""
     made = await asyncio.to_thread(command_line, daemon, "token", "create", "guest")
@@ -57,6 +58,7 @@ async def test_user_text_cannot_inject_special_tokens(daemon: Daemon) -> None:
     assert used["x" + spelled * 8] - used["x"] > 8 * 12
 
 
+@pytest.mark.slow
 async def test_sigterm_drains_running_turns(tmp_path: Path, demo_model_path: Path) -> None:
     """On SIGTERM clients get going_away, a running turn ends, the socket closes with 1012, exit code 0."""
     patient = {"INFERENCECENTER_SERVER__SHUTDOWN_TIMEOUT_S": "60"}  # the turn ends by itself, even on a busy machine
@@ -77,6 +79,7 @@ async def test_sigterm_drains_running_turns(tmp_path: Path, demo_model_path: Pat
         assert await asyncio.to_thread(daemon.process.wait, 60) == 0
 
 
+@pytest.mark.slow
 def test_startup_objects_are_frozen_for_the_collector(tmp_path: Path, demo_model_path: Path) -> None:
     """Soon after the daemon accepts connections nearly all objects are frozen, so full collections stay short."""
     program = (

@@ -6,6 +6,8 @@ import base64
 import signal
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.e2e.harness import connect_client, run_daemon
 from tests.engine.llama.tiny_projectors import ROWS, write_projector
 from tests.sessions.images.files import image_file
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 DEMO_WIDTH = 192
 
 
+@pytest.mark.slow
 async def test_projector_beside_a_model_is_used_after_a_reload(tmp_path: Path, demo_model_path: Path) -> None:
     """The model is loaded anew with it, and sessions that were open take images."""
     models = tmp_path / "models"

@@ -106,6 +106,7 @@ async def test_another_account_reads_the_snapshot(daemon: Daemon, reader: str) -
         assert (await client.ask(op="list_shares"))["shares"] == [share]
 
 
+@pytest.mark.slow
 async def test_secret_is_nowhere_on_disk(tmp_path: Path, demo_model_path: Path) -> None:
     """Neither the daemon's files nor its log contain it; the audit log names the action and the account."""
     with run_daemon(tmp_path / "state", demo_model_path, **SHARING) as daemon:
@@ -155,6 +156,7 @@ async def test_share_ends(daemon: Daemon, reader: str) -> None:
         assert database.execute("SELECT count(*) FROM shares").fetchone() == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("running", [True, False], ids=["daemon", "file"])
 async def test_purge_deletes_shares(tmp_path: Path, demo_model_path: Path, *, running: bool) -> None:
     """The daemon deletes those of the account, as does the command on the file of a stopped one."""
@@ -197,6 +199,7 @@ async def test_shares_are_limited(daemon: Daemon) -> None:
         assert (await client.ask(op="list_shares"))["shares"] == []
 
 
+@pytest.mark.slow
 async def test_shares_survive_a_kill(tmp_path: Path, demo_model_path: Path) -> None:
     """Acknowledged ones survive; the command line creates, lists and revokes them, and a setting disables them."""
     with run_daemon(tmp_path / "state", demo_model_path, **SHARING) as daemon:

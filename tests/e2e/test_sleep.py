@@ -47,6 +47,7 @@ def engine_pids(daemon: Daemon) -> list[str]:
     return [pid for pid in children if b"template_worker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.slow
 async def test_session_survives_engine_sleep(sleepy: Daemon, record_property: Any) -> None:
     """The engine exits and the daemon stays ready; the next turn on the same socket reuses KV."""
     async with connect_client(sleepy) as client:
@@ -78,6 +79,7 @@ async def test_session_survives_engine_sleep(sleepy: Daemon, record_property: An
             await recorder.described()
 
 
+@pytest.mark.slow
 async def test_restart_while_asleep_keeps_sessions(tmp_path: Path, demo_model_path: Path) -> None:
     """A sleeping daemon stops in order; KV on disk survives, KV in RAM does not."""
     with run_daemon(tmp_path / "state", demo_model_path, **SETTINGS) as sleeping:

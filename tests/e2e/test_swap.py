@@ -158,6 +158,7 @@ async def test_swap_does_not_disturb_running_turns(daemon: Daemon, record_proper
         assert daemon.metric("engine_restarts_total") == 0
 
 
+@pytest.mark.slow
 async def test_sessions_keep_history_across_a_swap(daemon: Daemon) -> None:
     """The new model knows the history; a session with a chosen model keeps it, and its KV."""
     async with connect_client(daemon) as client:
@@ -180,6 +181,7 @@ async def test_sessions_keep_history_across_a_swap(daemon: Daemon) -> None:
         assert (described["model"], len(described["turns"])) == ("demo", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -218,6 +220,7 @@ async def test_session_of_unloadable_model_gets_the_reason(daemon: Daemon) -> No
             assert (await client.ask(op=op, **{field: "unknown"}))["code"] == "model_not_found"
 
 
+@pytest.mark.slow
 async def test_unloaded_model_is_loaded_on_demand(daemon: Daemon) -> None:
     """A running turn ends before the unload; the next turn waits for a load and knows the history."""
     async with connect_client(daemon) as client:
@@ -235,6 +238,7 @@ async def test_unloaded_model_is_loaded_on_demand(daemon: Daemon) -> None:
         assert (await model_states(client))["other"] == "loaded"
 
 
+@pytest.mark.slow
 async def test_keep_alive_is_per_model(daemon: Daemon) -> None:
     """A model with a short keep-alive is unloaded while the default stays, and the next turn loads it."""
     async with connect_client(daemon) as client:

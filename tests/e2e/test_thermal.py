@@ -68,6 +68,7 @@ def ends_turn(session_id: str) -> Callable[[Message], bool]:
     return lambda message: message["op"] == "end" and message["session_id"] == session_id
 
 
+@pytest.mark.slow
 async def test_hot_gpu_pauses_background_turns(echo: HotDaemon) -> None:
     """Clients are notified; turns of other classes pause, and resume when the GPU is cool."""
     daemon, heat = echo
@@ -96,6 +97,7 @@ async def test_hot_gpu_pauses_background_turns(echo: HotDaemon) -> None:
         assert "".join(tokens) == LONG
 
 
+@pytest.mark.slow
 async def test_engine_started_while_hot_is_throttled(echo: HotDaemon) -> None:
     """After an engine kill the batch turn resumes when it is cool, and an interactive one before."""
     daemon, heat = echo

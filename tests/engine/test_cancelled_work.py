@@ -189,6 +189,7 @@ def test_other_client_waits_for_at_most_one_text(engine: Engine) -> None:
     assert order[:4] == ["slow", "text 0", "other", "asked"]
 
 
+@pytest.mark.slow
 def test_only_the_client_that_fills_the_text_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is ``queue_full``; turns accepted before stay, and a turn that leaves makes room."""
     monkeypatch.setattr(tokenization, "ROOM_BYTES", 10_000)

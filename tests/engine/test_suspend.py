@@ -225,6 +225,7 @@ def test_long_session_is_restored_in_the_next_process(
     assert end.cached_tokens == end.prompt_tokens - 1
 
 
+@pytest.mark.slow
 def test_kv_of_another_model_is_dropped(demo_model_path: Path, tmp_path: Path) -> None:
     """Other KV types are another model: one log line, the tokens are prefilled, and the turn is answered."""
     options = long_options(demo_model_path, tmp_path)

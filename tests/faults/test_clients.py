@@ -138,6 +138,7 @@ async def narrow_socket(daemon: Daemon) -> AsyncIterator[SocketClient]:
         yield SocketClient(websocket)
 
 
+@pytest.mark.slow
 async def test_client_that_never_reads_is_disconnected(fast_daemon: DaemonHarness) -> None:
     """Its socket is aborted while others continue, and it can reconnect."""
     async with connect_client(fast_daemon.daemon) as client, narrow_socket(fast_daemon.daemon) as deaf:

@@ -25,6 +25,7 @@ SPELLED = "Grüße, 漢字 und 🙂 - "
 HALVES = [pytest.param(passes, marks=() if passes == 4 else SLOW) for passes in range(len(SPELLED.encode()) + 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", HALVES)
 async def test_engine_kill_keeps_characters_and_stop_strings_whole(echo: DaemonHarness, passes: int) -> None:
     """A kill at any token splits no character and leaks or loses no stop string."""

@@ -175,6 +175,7 @@ async def test_unfinished_turn_waits_for_a_working_engine(echo: DaemonHarness) -
     assert echo.faults.left == []
 
 
+@pytest.mark.slow
 async def test_sigterm_suspends_a_long_turn(echo: DaemonHarness) -> None:
     """A turn still running at the deadline is suspended, its socket closes with 1012, the next daemon resumes it.
 

@@ -77,6 +77,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "passes"), POINTS)
 async def test_engine_kill_at_any_step_loses_no_text(echo: DaemonHarness, point: str, passes: int) -> None:
     """Killed in prefill, decode, save or restore, early or late: every answer is complete and unrepeated."""
@@ -97,6 +98,7 @@ async def test_other_engine_failures_lose_no_text(echo: DaemonHarness, action: s
         assert restarts(client) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", [pytest.param("load", marks=SLOW), "loaded"])
 async def test_engine_kill_while_loading(echo: DaemonHarness, point: str) -> None:
     """A replacement killed before it is ready is replaced; old and new turns end normally."""

@@ -152,6 +152,7 @@ async def test_locked_database_delays_stored_sessions_only(echo: DaemonHarness) 
     await assert_survives_kill(echo, recorder)
 
 
+@pytest.mark.slow
 async def test_full_disk_holds_back_events(own_daemon: DaemonHarness) -> None:
     """Events are held back until there is room, and new turns are refused."""
     with mounted(own_daemon.state_dir, "-o", "size=16m"):

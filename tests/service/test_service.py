@@ -50,6 +50,7 @@ def readiness(port: int) -> int:
     return status
 
 
+@pytest.mark.slow
 def test_ready_is_notified_when_turns_can_run(tmp_path: Path, manager: ServiceManager) -> None:
     """Before that the start is extended with a status."""
     (listening,) = bind("127.0.0.1", 0)
@@ -87,6 +88,7 @@ def test_watchdog_stops_while_the_daemon_hangs(tmp_path: Path, manager: ServiceM
         assert daemon.stop() == 0
 
 
+@pytest.mark.slow
 def test_watchdog_continues_over_an_engine_kill(tmp_path: Path, manager: ServiceManager) -> None:
     """The daemon stays ready."""
     with start_service(
@@ -364,6 +366,7 @@ def json_lines(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_ignored_sighup_stays_ignored(tmp_path: Path, manager: ServiceManager) -> None:
     """Under nohup no reload happens."""
     ignoring = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -79,6 +79,7 @@ async def test_engine_kill_during_prefill_loses_no_text() -> None:
     await watched.supervisor.stop()
 
 
+@pytest.mark.slow
 async def test_repeated_engine_kills_lose_no_text() -> None:
     """Three kills, each a few words later: the text is complete and has no repetition."""
     watched = await ready(echo_delay_ms=5, slots=4)
@@ -239,6 +240,7 @@ async def test_engine_that_floods_its_pipe_is_killed(monkeypatch: pytest.MonkeyP
     await watched.supervisor.stop()
 
 
+@pytest.mark.slow
 async def test_submissions_respect_the_send_window() -> None:
     """Submissions above the window wait, and are sent without loss as the engine reads."""
     watched = ObservedSupervisor(max_queue=1000)

@@ -97,6 +97,7 @@ async def test_engine_kill_loses_no_text() -> None:
         assert (turn.text, turn.interruptions, turn.submissions) == ("hello", 0, 1)
 
 
+@pytest.mark.slow
 @STUB
 async def test_engine_recovers_when_its_device_returns() -> None:
     """The attempts count as no restarts: started turns wait, new ones get the reason."""

@@ -32,12 +32,12 @@ from inferencecenter.protocol.values import (
     MessageImagePart,
     MessageInParts,
 )
-from inferencecenter.sessions.images.fetcher import ImageFetcher
 from inferencecenter.sessions.images.store import too_many_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from inferencecenter.sessions.images.fetcher import ImageFetcher
     from inferencecenter.sessions.images.store import ImageFile
 
 DECODER: Final = "inferencecenter.sessions.images.decoding_worker"
@@ -155,7 +155,7 @@ class ImageLibrary:
         self._max_pool_bytes = max_pool_bytes
         self._clock = clock
         self._decoded = decoded
-        self._fetcher = fetcher or ImageFetcher((), max_bytes=0)
+        self._fetcher = fetcher
         self._decoder = FairWorker("image-decoder")
         self._disk = FairWorker("image-store")
         self._held: dict[tuple[str, str], _HeldImages] = {}
@@ -283,8 +283,7 @@ class ImageLibrary:
             if part.digest is not None:
                 images.append(await self._known(owner, part.digest, f"{where}.digest"))
             elif part.url is not None:
-                file = await self._fetcher.fetch(owner.client_id, part.url, path=f"{where}.url")
-                images.append(await self.add(owner, file, path=f"{where}.url"))
+                images.append(await self._add_fetched(owner, part.url, path=f"{where}.url"))
             else:
                 images.append(await self.add_encoded(owner, part.data or "", path=f"{where}.data"))
         return ChatMessage(
@@ -293,6 +292,16 @@ class ImageLibrary:
             images=tuple(images) or None,
             tool_call_id=message.tool_call_id,
         )
+
+    async def _add_fetched(self, owner: ImageOwner, url: str, *, path: str) -> MessageImage:
+        if self._fetcher is None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "an image is an address",
+                field=path,
+                hint="The daemon fetches no images; send the file itself in Base64.",
+            )
+        return await self.add(owner, await self._fetcher.fetch(owner.client_id, url, path=path), path=path)
 
     async def _keep(self, owner: ImageOwner, image: MessageImage, file: bytes) -> None:
         if not owner.stored or (store := self._file) is None:

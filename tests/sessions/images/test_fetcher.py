@@ -72,6 +72,19 @@ async def test_file_of_an_allowed_host_becomes_an_image() -> None:
     assert host.requested == ["https://images.example.org/a.png?b=c"]
 
 
+async def test_without_allowed_hosts_nothing_is_fetched() -> None:
+    """This is the default."""
+    library = ImageLibrary(None, max_bytes=10_000, clock=lambda: 0.0)
+    part = MessageImagePart(type="image", url="https://example.org/")
+    try:
+        with pytest.raises(InferenceCenterError) as refused:
+            await library.resolve(ImageOwner("ada"), [MessageInParts(role="user", content=(part,))])
+    finally:
+        library.close()
+    assert refused.value.field == "messages.0.content.0.url"
+    assert "fetches no images" in (refused.value.hint or "")
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -105,13 +118,6 @@ async def test_other_addresses_are_not_connected_to(url: str) -> None:
 async def test_port_may_be_allowed() -> None:
     """It is part of the entry then."""
     assert await fetcher(Host(), "example.org:8443").fetch("ada", "https://example.org:8443/", path="p") == FILE
-
-
-async def test_without_allowed_hosts_nothing_is_fetched() -> None:
-    """This is the default."""
-    with pytest.raises(InferenceCenterError) as refused:
-        await fetcher(Host()).fetch("ada", "https://example.org/", path="p")
-    assert "fetches no images" in (refused.value.hint or "")
 
 
 async def test_redirection_is_not_followed() -> None:

@@ -93,6 +93,7 @@ def alter(path: Path, table: str, column: str, value: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 @given(cell=CELLS, value=VALUES)
 @example(cell=("sessions", "last_used_at"), value=float("inf"))
 @example(cell=("sessions", "created_at"), value=1e308)
