@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from inferencecenter.config.settings import SessionSettings, bundled_model
+from inferencecenter.config.settings import SessionSettings, bundled_model, bundled_projector
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.engine_options import KvCachePaths
@@ -69,11 +69,11 @@ def chosen_model(settings: Settings, wanted: str) -> ModelSpec:
     registry = read_registry(settings)
     if wanted in registry.models:
         return registry.get(wanted)
-    path = bundled_model() if wanted == DEMO else Path(wanted)
+    path, mmproj = (bundled_model(), bundled_projector()) if wanted == DEMO else (Path(wanted), None)
     if "/" not in wanted and path.suffix != ".gguf" and not path.is_file():
         raise not_registered(wanted, {DEMO: None, **registry.models})
     draft = draft_file(settings.engine, registry.models, of=path.stem)
-    return ModelSpec(name=path.stem, path=path, engine=settings.engine, draft=draft)
+    return ModelSpec(name=path.stem, path=path, engine=settings.engine, draft=draft, mmproj=mmproj)
 
 
 async def complete(

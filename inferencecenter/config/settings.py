@@ -67,6 +67,11 @@ def bundled_model() -> Path:
     return Path(__file__).parents[1] / "demo" / "demo.gguf"
 
 
+def bundled_projector() -> Path:
+    """Return the path of the demo model's projector."""
+    return bundled_model().with_name("mmproj-demo.gguf")
+
+
 Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
 ModelName = Annotated[str, StringConstraints(pattern=MODEL_NAME)]
 McpServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]

@@ -11,7 +11,7 @@ import structlog
 from pydantic import ValidationError
 
 from inferencecenter.config.sections import EngineSettings, expand
-from inferencecenter.config.settings import MODEL_NAME, bundled_model
+from inferencecenter.config.settings import MODEL_NAME, bundled_model, bundled_projector
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
 from inferencecenter.hardware.model_shape import ENCODERS
@@ -382,7 +382,9 @@ def _default(
         )
     path = chosen.path or bundled_model()
     name = chosen.name or _stem_of(chosen.path, found) or _name_of(path, backend=shared.backend, taken=models)
-    return _with_chosen_projector(ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora), chosen.mmproj)
+    bundled = bundled_projector() if shared.backend == "llama" and _is_bundled(path) else None
+    spec = ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora)
+    return _with_chosen_projector(spec, chosen.mmproj or bundled)
 
 
 def _with_companions(spec: ModelSpec, settings: Settings) -> ModelSpec:
@@ -467,11 +469,15 @@ def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
     return next((name for name, spec in found.items() if spec.path.resolve() == path.resolve()), None)
 
 
+def _is_bundled(path: Path) -> bool:
+    return path.resolve() == bundled_model().resolve()
+
+
 def _name_of(path: Path, *, backend: str, taken: Collection[str]) -> str:
     """Return the name of a model that the settings do not name: that of its file."""
     if backend != "llama":
         return backend
-    if path.resolve() == bundled_model().resolve():
+    if _is_bundled(path):
         return _BUNDLED if DEMO in taken else DEMO
     shard = SHARD.match(path.stem)
     return shard["stem"] if shard else path.stem

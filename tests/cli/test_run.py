@@ -82,8 +82,9 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], None]]:
 
 
 def children(pid: int) -> set[int]:
-    """The child processes of a process."""
-    return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    """The child processes of a process, except that of which the tests fork programs."""
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {each for each in found if b"tests.prefork\0" not in Path(f"/proc/{each}/cmdline").read_bytes()}
 
 
 def engines_of(pid: int) -> set[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from playwright.async_api import expect
 
 from tests.e2e.harness import connect_client, run_daemon
-from tests.engine.llama.tiny_projectors import write_projector
 from tests.sessions.images.files import image_file
 from tests.web import node
 from tests.web.browser import MARKS, PHONE, barriers, signed_in
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 pytestmark = MARKS
 
 RED: Final = image_file((64, 48))
+PICTURE: Final = Path(__file__).parents[2] / "examples" / "pictures" / "red-circle.png"
 WIDE: Final = image_file((2400, 300), color="blue", kind="JPEG")
 GIVE: Final = """(area, [data, type]) => {
   const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
@@ -38,12 +39,9 @@ GIVE: Final = """(area, [data, type]) => {
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Any) -> Iterator[Daemon]:
-    """A daemon whose model has a random projector."""
-    folder = tmp_path_factory.mktemp("seeing")
-    write_projector(folder / "mmproj.gguf", n_embd=192)
-    projector = str(folder / "mmproj.gguf")
-    with run_daemon(folder / "state", demo_model_path, INFERENCECENTER_MODEL__MMPROJ=projector) as running:
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon with the bundled model and its projector."""
+    with run_daemon(tmp_path_factory.mktemp("seeing") / "state", None) as running:
         yield running
 
 
@@ -94,6 +92,16 @@ async def test_chosen_images_are_sent_and_shown(browser: Browser, seeing: Daemon
         await visit.page.keyboard.press("Escape")
         await expect(view).to_have_count(0)
         await expect(opener).to_be_focused()
+
+
+async def test_picture_is_named(browser: Browser, seeing: Daemon) -> None:
+    """The example of the README."""
+    async with signed_in(browser, seeing) as visit:
+        chips = await attach(visit, payload("red-circle.png", PICTURE.read_bytes(), "image/png"))
+        await expect(chips.locator("img[data-loaded=true]")).to_have_count(1)
+        await visit.ask("What is in the picture?")
+        await visit.answered()
+        await expect(visit.answers.last.locator(".prose")).to_have_text("A red circle.")
 
 
 async def test_phone_takes_a_photo(browser: Browser, seeing: Daemon, daemon: Daemon) -> None:

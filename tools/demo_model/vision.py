@@ -20,7 +20,7 @@ class VisionShape:
     width: int = 96
     heads: int = 3
     feed_forward: int = 192
-    projected: int = 192
+    projected: int = 384
     norm_epsilon: float = 1e-5
 
     @property

@@ -1,12 +1,12 @@
 """Trains the demo model's vision tower: `python -m tools.demo_model.vision_train --out DIR` (extra `train`).
 
-The language model stays as it ships. Three things are learned, one after the other:
+The language model stays as it ships. Four things are learned, one after the other:
 
-1. Through the language model, rows after which it names a color and a figure: a row for each position, a vector for
-   each color and one for each figure, added up. These few numbers converge
-   far sooner than the tower's own would.
+1. Through the language model, rows after which it names a color and a figure: for each row a vector, one for each
+   color and one for each figure, added up. These few numbers converge far sooner than the tower's own would.
 2. The tower learns to tell colors and figures apart.
 3. The tower learns to turn a picture into the rows of its color and figure.
+4. Through the language model, the tower learns what its rows are still misread for, while it goes on with the third.
 
 The state is saved every minute; the same command continues from it. The batch of a step depends on the seed and the
 step alone.
@@ -40,7 +40,7 @@ from tools.demo_model.vision_corpus import PICTURE_MARK
 from tools.demo_model.world import Draw
 
 SEED = 20
-PICTURES = 40_000
+PICTURES = 120_000
 WARMUP_STEPS = 50
 LOG_EVERY_STEPS = 25
 SAVE_EVERY_S = 60.0
@@ -48,6 +48,7 @@ _COLORS = tuple(COLORS)
 _FIGURES = (*SHAPES, *DIGITS)
 
 _ROW_NOISE = 0.05
+_PICTURES_BESIDE = 96
 _PHRASE = "Please say: "
 
 Maker = Callable[[Draw, Sequence[str]], tuple[Message, ...]]
@@ -64,10 +65,10 @@ class VisionStage:
         steps: How many.
         batch: Conversations or pictures in a step.
         rate: The learning rate after its rise; it falls to a hundredth.
-        maker: Makes the conversations, where the rows are learned.
+        maker: Makes the conversations, where the language model is asked.
     """
 
-    goal: Literal["targets", "classes", "rows"]
+    goal: Literal["targets", "classes", "rows", "answers"]
     steps: int
     batch: int
     rate: float
@@ -77,8 +78,11 @@ class VisionStage:
 STAGES = (
     VisionStage("targets", 150, 20, 0.02),
     VisionStage("targets", 1500, 8, 0.02, vision_corpus.question_or_conversation),
+    VisionStage("targets", 3000, 8, 0.01, vision_corpus.conversation),
     VisionStage("classes", 6000, 64, 2e-3),
     VisionStage("rows", 6000, 64, 1.5e-3),
+    VisionStage("answers", 800, 10, 5e-4, vision_corpus.question_or_conversation),
+    VisionStage("answers", 1600, 12, 6e-4, vision_corpus.question_or_conversation),
 )
 TOTAL_STEPS = sum(stage.steps for stage in STAGES)
 
@@ -202,8 +206,8 @@ class TargetRows(nn.Module):  # type: ignore[misc]
         super().__init__()
         middle = phrases.mean((0, 1))
         self.position = nn.Parameter(middle + torch.randn_like(middle) * 0.05)
-        self.color = nn.Parameter((phrases.mean(1) - middle).mean(1, keepdim=True))
-        self.figure = nn.Parameter((phrases.mean(0) - middle).mean(1, keepdim=True))
+        self.color = nn.Parameter(phrases.mean(1) - middle)
+        self.figure = nn.Parameter(phrases.mean(0) - middle)
 
     def forward(self, colors: Tensor, figures: Tensor) -> Tensor:
         """Returns the rows, (batch, rows, width), of numbers of colors and figures."""
@@ -224,10 +228,17 @@ class VisionLearner(nn.Module):  # type: ignore[misc]
 
     def loss_of_targets(self, classes: Classes, batch: VisionBatch) -> Tensor:
         """Returns the mean cross-entropy of the language model's answers after the target rows."""
-        (language,) = self._language
         rows = self.targets(*classes)
+        return self._loss_of_answers(rows + torch.randn_like(rows) * _ROW_NOISE, batch)
+
+    def loss_of_answers(self, pixels: Tensor, batch: VisionBatch) -> Tensor:
+        """Returns the mean cross-entropy of the language model's answers after the tower's rows."""
+        return self._loss_of_answers(self.tower(pixels), batch)
+
+    def _loss_of_answers(self, rows: Tensor, batch: VisionBatch) -> Tensor:
+        (language,) = self._language
         x = language.token_embd(batch.ids)
-        x[batch.rows] = (rows + torch.randn_like(rows) * _ROW_NOISE).flatten(0, 1)
+        x[batch.rows] = rows.flatten(0, 1)
         wanted = batch.learned[:, 1:]
         states = language.states(x[:, :-1])[wanted]
         logits = functional.linear(states, language.token_embd.weight)
@@ -300,10 +311,14 @@ def loss_at(step: int, learner: VisionLearner, pictures: Pictures, encoder: Visi
     stage, _ = stage_at(step)
     draws = Draw(Random(f"vision:{SEED}:{step}"))  # noqa: S311 (no secrets here)
     pairs = [[draws.number(0, len(pictures.names) - 1) for _ in range(2)] for _ in range(stage.batch)]
-    if stage.goal == "targets":
+    if stage.goal in ("targets", "answers"):
         made = [(stage.maker(draws, [pictures.sentence(number) for number in pair]), pair) for pair in pairs]
         batch = encoder.batch(made)
-        return learner.loss_of_targets(pictures.classes(batch.pictures), batch)
+        if stage.goal == "targets":
+            return learner.loss_of_targets(pictures.classes(batch.pictures), batch)
+        more = [draws.number(0, len(pictures.names) - 1) for _ in range(_PICTURES_BESIDE)]
+        kept = learner.loss_of_rows(pictures.batch(more), pictures.classes(more))
+        return learner.loss_of_answers(pictures.batch(batch.pictures), batch) + kept
     numbers = [number for number, _ in pairs]
     loss = learner.loss_of_classes if stage.goal == "classes" else learner.loss_of_rows
     return loss(pictures.batch(numbers), pictures.classes(numbers))
