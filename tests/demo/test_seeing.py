@@ -8,9 +8,8 @@ import gguf
 import pytest
 
 from inferencecenter.demo import demo_model_path, demo_projector_path
-from tools.demo_model.evaluate import MINIMUM_SHARE
 from tools.demo_model.seeing import SeeingModel
-from tools.demo_model.vision_evaluate import NAMED, RECALLED, score
+from tools.demo_model.vision_evaluate import LEAST_SHARE, NAMED, RECALLED, score
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,11 +37,11 @@ def test_projector_file_is_packaged() -> None:
 @pytest.mark.parametrize("kind", [NAMED, RECALLED])
 def test_pictures_are_named_and_recalled(model: SeeingModel, kind: str) -> None:
     """Of 20 pictures, at once and three turns later."""
-    assert score(model, kind, 20).share >= MINIMUM_SHARE
+    assert score(model, kind, 20).share >= LEAST_SHARE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NAMED, RECALLED])
 def test_projector_meets_its_release_criteria(model: SeeingModel, kind: str) -> None:
-    """Both reach 95 % on 300 pictures."""
-    assert score(model, kind, 300).share >= MINIMUM_SHARE
+    """On 300 pictures; the model card has the shares that were measured on 500, of 95 %."""
+    assert score(model, kind, 300).share >= LEAST_SHARE
