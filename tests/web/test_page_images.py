@@ -45,6 +45,14 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def blind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon whose model is set to take text only."""
+    state = tmp_path_factory.mktemp("blind") / "state"
+    with run_daemon(state, None, INFERENCECENTER_MODEL__MMPROJ="off") as running:
+        yield running
+
+
 def payload(name: str, content: bytes, kind: str) -> FilePayload:
     """A file as a browser's file input takes it."""
     return {"name": name, "mimeType": kind, "buffer": content}
@@ -104,7 +112,7 @@ async def test_picture_is_named(browser: Browser, seeing: Daemon) -> None:
         await expect(visit.answers.last.locator(".prose")).to_have_text("A red circle.")
 
 
-async def test_phone_takes_a_photo(browser: Browser, seeing: Daemon, daemon: Daemon) -> None:
+async def test_phone_takes_a_photo(browser: Browser, seeing: Daemon, blind: Daemon) -> None:
     """With its camera, where the model takes images; a mouse has no camera, and text needs the room."""
     options: Any = {"viewport": PHONE, "has_touch": True, "is_mobile": True}
     async with signed_in(browser, seeing, **options) as visit:
@@ -119,7 +127,7 @@ async def test_phone_takes_a_photo(browser: Browser, seeing: Daemon, daemon: Dae
         assert await barriers(visit) == []
         await visit.composer.fill("What is it?")
         await expect(camera).to_have_count(0)
-    for other, no_camera in ((seeing, {}), (daemon, options)):
+    for other, no_camera in ((seeing, {}), (blind, options)):
         async with signed_in(browser, other, **no_camera) as visit:
             await expect(visit.button("Attach files")).to_be_visible()
             await expect(visit.button("Take a photo")).to_have_count(0)
@@ -181,9 +189,9 @@ async def test_file_that_is_no_image_is_refused(browser: Browser, seeing: Daemon
         await expect(visit.page.get_by_role("alert")).to_contain_text("The browser cannot read this image.")
 
 
-async def test_image_for_a_blind_model_is_refused_before_it_is_sent(browser: Browser, daemon: Daemon) -> None:
+async def test_image_for_a_blind_model_is_refused_before_it_is_sent(browser: Browser, blind: Daemon) -> None:
     """The message that is being written stays."""
-    async with signed_in(browser, daemon) as visit:
+    async with signed_in(browser, blind) as visit:
         await visit.composer.fill("What is it?")
         await visit.page.get_by_label("Files to attach").set_input_files([payload("red.png", RED, "image/png")])
         await expect(visit.page.get_by_role("alert")).to_contain_text("red.png The model demo does not take images.")
