@@ -382,7 +382,7 @@ def _default(
         )
     path = chosen.path or bundled_model()
     name = chosen.name or _stem_of(chosen.path, found) or _name_of(path, backend=shared.backend, taken=models)
-    bundled = bundled_projector() if shared.backend == "llama" and _is_bundled(path) else None
+    bundled = bundled_projector() if shared.backend == "llama" and path == bundled_model() else None
     spec = ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora)
     return _with_chosen_projector(spec, chosen.mmproj or bundled)
 
@@ -469,15 +469,11 @@ def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
     return next((name for name, spec in found.items() if spec.path.resolve() == path.resolve()), None)
 
 
-def _is_bundled(path: Path) -> bool:
-    return path.resolve() == bundled_model().resolve()
-
-
 def _name_of(path: Path, *, backend: str, taken: Collection[str]) -> str:
     """Return the name of a model that the settings do not name: that of its file."""
     if backend != "llama":
         return backend
-    if _is_bundled(path):
+    if path.resolve() == bundled_model().resolve():
         return _BUNDLED if DEMO in taken else DEMO
     shard = SHARD.match(path.stem)
     return shard["stem"] if shard else path.stem
