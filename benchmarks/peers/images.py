@@ -25,6 +25,7 @@ class ImageChatSession(CompletionsSession):
     """A client of `/v1/chat/completions` whose questions may have an image."""
 
     _path = "/v1/chat/completions"
+    _keeps_connection = False  # llama-server closes one that is idle for some seconds, while other clients ask
 
     def __init__(self, http: Http, spec: TargetSpec) -> None:
         super().__init__(http, spec)

@@ -147,6 +147,7 @@ class CompletionsSession:
 
     prompts: Prompts
     _path: ClassVar[str] = "/v1/completions"
+    _keeps_connection: ClassVar[bool] = True
 
     def __init__(self, http: Http, spec: TargetSpec) -> None:
         self._http = http
@@ -168,7 +169,8 @@ class CompletionsSession:
             texts = (*history, self.prompts.text(work, first=not history))
             body = self._body(work, texts) | _STREAMED
             response.begin()
-            async for now_s, event in self._http.stream(self._path, body, _EVENTS):
+            events = self._http.stream(self._path, body, _EVENTS, keep_connection=self._keeps_connection)
+            async for now_s, event in events:
                 pieces = (choice.text or choice.delta.content or "" for choice in event.choices)
                 response.piece("".join(pieces), now_s=now_s)
                 response.counted = event.usage.counted() if event.usage else response.counted
