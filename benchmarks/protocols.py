@@ -31,12 +31,12 @@ def responses(spec: TargetSpec) -> TargetSpec:
 
 def embeddings(spec: TargetSpec) -> TargetSpec:
     """Return `/v1/embeddings` of our daemon or another server."""
-    return replace(spec, kind="embeddings", url=_http(spec) if spec.url.startswith("ws") else spec.url)
+    return replace(spec, kind="embeddings", url=_http(spec))
 
 
 def chat_with_images(spec: TargetSpec) -> TargetSpec:
     """Return `/v1/chat/completions` of our daemon or another server, whose parameters are beside the others."""
-    return replace(spec, kind="image-chat", url=_http(spec) if spec.url.startswith("ws") else spec.url)
+    return replace(spec, kind="image-chat", url=_http(spec))
 
 
 def codex(spec: TargetSpec) -> TargetSpec:
@@ -50,5 +50,5 @@ def claude_code(spec: TargetSpec) -> TargetSpec:
 
 
 def _http(spec: TargetSpec) -> str:
-    """Return the HTTP address of a daemon whose WebSocket address is known."""
-    return "http" + spec.url.removeprefix("ws").rstrip("/")
+    """Return the HTTP address of a server; our daemon's WebSocket address is known."""
+    return "http" + spec.url.removeprefix("ws").rstrip("/") if spec.url.startswith("ws") else spec.url

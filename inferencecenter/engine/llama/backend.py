@@ -407,8 +407,8 @@ class LlamaContext:
     def _embedding_batches(self, chunk: Chunk, rows: NDArray[np.float32]) -> Iterator[lib.llama_batch]:
         """Yield the batches of an image's rows; if not causal, all of them attend to each other."""
         start = self._position(chunk.slot, chunk.start)
-        in_order = np.arange(start, start + len(rows), dtype=np.int32)
-        positions = in_order if chunk.positions is None else chunk.positions.at(start)
+        shared = chunk.positions
+        positions = np.arange(start, start + len(rows), dtype=np.int32) if shared is None else shared.at(start)
         if self.rows_are_causal:
             for begin in range(0, len(rows), self._n_batch):
                 part = rows[begin : begin + self._n_batch]
