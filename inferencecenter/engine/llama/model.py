@@ -259,7 +259,7 @@ class LlamaModel:
             kind=options.kind,
             n_embd=lib.llama_model_n_embd_out(self.handle),
             infill=vocab.infill,
-            sees=bool(options.mmproj_path),
+            projector=options.mmproj_path,
         )
 
     def metadata(self, key: str) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import stat
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.gguf import read_gguf
 
 _MAGIC = b"GGUF"
 _HEADER = struct.Struct("<4sIQQ")
@@ -44,6 +47,73 @@ def check_model_file(path: Path, *, available_bytes: int | None) -> int:
             "Free memory, choose a smaller model or a smaller quantization, or offload layers to a GPU.",
         )
     return size_bytes
+
+
+def check_projector_file(path: Path) -> None:
+    """Refuse a projector file whose loading would end the process, or whose images would be misread.
+
+    llama.cpp itself refuses a file without some tensors, and follows null pointers for lack of others. These are looked
+    for here, as far as its code for a type of projector uses them without a check.
+
+    Raises:
+        InferenceCenterError: ``invalid_model_file``, with the path and the names of missing tensors.
+    """
+    _check_is_file(path)
+    _check_header(path, _read_header(path))
+    file = read_gguf(path)
+    kind = str(file.metadata.get("clip.projector_type", file.metadata.get("clip.vision.projector_type", "")))
+    if kind in _UNSUPPORTED_PROJECTORS:
+        raise _refusal(f"{path} is a projector of the type {kind}: {_UNSUPPORTED_PROJECTORS[kind]}.", _OTHER_PROJECTOR)
+    if not file.metadata.get("clip.has_vision_encoder") or kind in _OTHER_TOWERS:
+        return
+    names = {tensor.name for tensor in file.tensors}
+    missing = sorted(_needed_tensors(kind, names, file.metadata.get("clip.vision.block_count")) - names)
+    if missing:
+        shown = ", ".join(missing[:_SHOWN_TENSORS]) + (", …" if len(missing) > _SHOWN_TENSORS else "")
+        raise _refusal(f"{path} lacks {len(missing)} of its tensors: {shown}.", _DOWNLOAD_AGAIN)
+
+
+_UNSUPPORTED_PROJECTORS: Final[Mapping[str, str]] = {
+    "hunyuanvl": "positions of its images depend on their number in the conversation, which is not supported",
+}
+_OTHER_PROJECTOR: Final = "Choose another model, or set mmproj to off for text only."
+_SHOWN_TENSORS: Final = 5
+_MOST_BLOCKS: Final = 1024
+_OTHER_TOWERS: Final = frozenset({"gemma3nv", "yasa2"})
+"""Convolutional networks, whose tensors have other names."""
+_LEARNED_POSITIONS: Final = frozenset(
+    {"mlp", "ldp", "ldpv2", "adapter", "resampler", "cogvlm", "internvl", "llama4", "nemotron_v2_vl", "step3vl"}
+    | {"qwen3vl_merger", "gemma4v", "gemma4uv", "granite4_vision", "kimivl", "kimik25", "ling3vl", "paddleocr"}
+)
+_PAIRS_OF_FRAMES: Final = frozenset(
+    {"qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "glm4v", "mimovl", "minimax_m3"}
+)
+_BIASED_ATTENTION: Final = frozenset({"qwen2vl_merger", "qwen2.5vl_merger"})
+
+
+def _needed_tensors(kind: str, names: set[str], n_blocks: object) -> set[str]:
+    """Return tensors that a vision transformer with a projector of this kind needs."""
+    needed = {"v.patch_embd.weight"}
+    if kind in _LEARNED_POSITIONS:
+        needed.add("v.position_embd.weight")
+    if kind in _PAIRS_OF_FRAMES:
+        needed.add("v.patch_embd.weight.1")
+    attention = {name for name in _ATTENTION if any(each.endswith(f".{name}") for each in names)}
+    if "attn_qkv.weight" not in attention:
+        attention |= {f"attn_{part}.weight" for part in "qkv"}
+        if kind in _BIASED_ATTENTION:
+            attention |= {f"attn_{part}.bias" for part in "qkv"}
+    blocks = min(n_blocks, _MOST_BLOCKS) if isinstance(n_blocks, int) else 0
+    needed |= {f"v.blk.{block}.{name}" for block in range(blocks) for name in attention}
+    if kind == "mlp":
+        layers = {0, 1, 3, 4} if any(name.startswith(("mm.3.", "mm.4.")) for name in names) else {0, 2}
+        if not any(name.startswith(f"mm.{max(layers)}.") for name in names):
+            layers = {0}
+        needed |= {f"mm.{layer}.{part}" for layer in layers for part in ("weight", "bias")}
+    return needed
+
+
+_ATTENTION: Final = tuple(f"attn_{name}.{part}" for name in ("q", "k", "v", "qkv") for part in ("weight", "bias"))
 
 
 def load_refusal(path: Path, problems: tuple[str, ...]) -> InferenceCenterError:

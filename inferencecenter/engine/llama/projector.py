@@ -21,7 +21,7 @@ from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import RowPositions
-from inferencecenter.engine.llama.model_file import unusable
+from inferencecenter.engine.llama.model_file import check_projector_file, unusable
 from inferencecenter.hardware.ggml import library_dir
 from inferencecenter.ipc.images import row_ids
 
@@ -67,6 +67,7 @@ class LlamaProjector:
         Raises:
             InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` where llama.cpp's libraries lack mtmd.
         """
+        check_projector_file(path)
         mtmd = _load_library()
         log.take_problems()
         log.install(mtmd.mtmd_log_set)
@@ -77,7 +78,7 @@ class LlamaProjector:
         params.n_threads = n_threads
         params.warmup = True
         params.image_max_tokens = max_rows
-        handle = mtmd.mtmd_init_from_file(str(path).encode(), model.handle, params) if path.is_file() else None
+        handle = mtmd.mtmd_init_from_file(str(path).encode(), model.handle, params)
         if not handle:
             log.close(mtmd.mtmd_log_set)
             raise unusable(path, f"is not a projector for {model.path.name}: {' '.join(log.take_problems())}")

@@ -11,12 +11,13 @@ import pytest
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import InferenceCenterError
+from inferencecenter.engine.llama.model_file import check_projector_file
 from inferencecenter.engine.llama.projector import LlamaProjector
 from inferencecenter.ipc.images import ImageRef, is_row
-from tests.engine.llama.tiny_projectors import ROWS, write_projector
+from tests.engine.llama.tiny_projectors import ROWS, write_grid_projector, write_projector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from inferencecenter.engine.llama.log import LlamaLog
     from tests.engine.llama.conftest import Loaded
@@ -91,3 +92,44 @@ def test_unusable_projector_is_refused_by_name(demo: Loaded, tmp_path: Path, log
     with pytest.raises(InferenceCenterError, match=r"mmproj\.gguf") as refused:
         LlamaProjector.load(path, demo.model, device=None, n_threads=1, max_rows=64, log=log)
     assert refused.value.code == "invalid_model_file"
+
+
+@pytest.mark.parametrize(
+    ("write", "tensor"),
+    [
+        *[
+            (write_projector, name)
+            for name in ("v.patch_embd.weight", "v.position_embd.weight", "v.blk.0.attn_q.weight")
+        ],
+        *[(write_projector, f"mm.{number}.{part}") for number in (0, 2) for part in ("weight", "bias")],
+        (write_grid_projector, "v.patch_embd.weight.1"),
+        (write_grid_projector, "v.blk.1.attn_v.bias"),
+    ],
+)
+def test_missing_tensor_is_named(
+    demo: Loaded, tmp_path: Path, log: LlamaLog, write: Callable[..., None], tensor: str
+) -> None:
+    """Llama.cpp would follow a null pointer, which ends the process."""
+    path = tmp_path / "mmproj.gguf"
+    write(path, n_embd=lib.llama_model_n_embd_inp(demo.model.handle), without=tensor)
+    with pytest.raises(InferenceCenterError) as refused:
+        LlamaProjector.load(path, demo.model, device=None, n_threads=1, max_rows=64, log=log)
+    assert refused.value.code == "invalid_model_file"
+    assert refused.value.message == f"{path} lacks 1 of its tensors: {tensor}."
+
+
+def test_shorter_file_than_its_tensors_is_refused(demo: Loaded, tmp_path: Path, log: LlamaLog) -> None:
+    """A download that was interrupted has a whole header."""
+    path = tmp_path / "mmproj.gguf"
+    write_projector(path, n_embd=lib.llama_model_n_embd_inp(demo.model.handle))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InferenceCenterError, match=r"mmproj\.gguf is truncated: "):
+        LlamaProjector.load(path, demo.model, device=None, n_threads=1, max_rows=64, log=log)
+
+
+def test_unsupported_kind_is_refused_by_name(tmp_path: Path) -> None:
+    """A second image of HunyuanVL would get the positions of a first one."""
+    path = tmp_path / "mmproj.gguf"
+    write_projector(path, n_embd=64, kind="hunyuanvl")
+    with pytest.raises(InferenceCenterError, match="a projector of the type hunyuanvl: positions of its images"):
+        check_projector_file(path)

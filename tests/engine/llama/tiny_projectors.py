@@ -17,9 +17,12 @@ _WIDTH, _HEADS, _FFN = 32, 2, 64
 _LAYERS = 2
 
 
-def write_projector(path: Path, *, n_embd: int, kind: str = "mlp") -> None:
-    """Write a projector for a model of width ``n_embd``: an image is resized to a square and has ``ROWS`` rows."""
-    projector = _TinyProjector(path, n_embd=n_embd, kind=kind)
+def write_projector(path: Path, *, n_embd: int, kind: str = "mlp", without: str = "") -> None:
+    """Write a projector for a model of width ``n_embd``: an image is resized to a square and has ``ROWS`` rows.
+
+    The tensor ``without`` is left out.
+    """
+    projector = _TinyProjector(path, n_embd=n_embd, kind=kind, without=without)
     projector.tensor("v.patch_embd.weight", _WIDTH, 3, PATCH_SIDE, PATCH_SIDE)
     projector.tensor("v.position_embd.weight", ROWS, _WIDTH)
     projector.layers()
@@ -27,9 +30,9 @@ def write_projector(path: Path, *, n_embd: int, kind: str = "mlp") -> None:
     projector.close()
 
 
-def write_grid_projector(path: Path, *, n_embd: int) -> None:
+def write_grid_projector(path: Path, *, n_embd: int, without: str = "") -> None:
     """Write one of Qwen2-VL's shape: an image keeps its size, and has a row for each 4 patches."""
-    projector = _TinyProjector(path, n_embd=n_embd, kind="qwen2vl_merger")
+    projector = _TinyProjector(path, n_embd=n_embd, kind="qwen2vl_merger", without=without)
     for name in ("v.patch_embd.weight", "v.patch_embd.weight.1"):
         projector.tensor(name, _WIDTH, 3, PATCH_SIDE, PATCH_SIDE)
     projector.layers(biases=True)
@@ -42,7 +45,7 @@ def write_grid_projector(path: Path, *, n_embd: int) -> None:
 class _TinyProjector:
     """A file being written: its header is there, tensors are added, ``close`` writes it."""
 
-    def __init__(self, path: Path, *, n_embd: int, kind: str) -> None:
+    def __init__(self, path: Path, *, n_embd: int, kind: str, without: str) -> None:
         self._writer = writer = gguf.GGUFWriter(path, "clip")
         writer.add_name("tiny projector")
         writer.add_string("clip.projector_type", kind)
@@ -62,9 +65,11 @@ class _TinyProjector:
         writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
         writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
         self._random = np.random.default_rng(11)
+        self._without = without
 
     def tensor(self, name: str, *shape: int) -> None:
-        self._writer.add_tensor(name, self._random.normal(0, 0.3, shape).astype(np.float32))
+        if name != self._without:
+            self._writer.add_tensor(name, self._random.normal(0, 0.3, shape).astype(np.float32))
 
     def layers(self, *, biases: bool = False) -> None:
         for layer in range(_LAYERS):
