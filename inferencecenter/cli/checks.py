@@ -173,7 +173,8 @@ def model_files(settings: Settings) -> list[Check]:
         return [Check("model file", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     default = registry.get(registry.default)
     results = [
-        _broken(default, "model file", CheckResult.FAILED) or Check("model file", CheckResult.OK, _sized(default.path))
+        _broken(default, "model file", CheckResult.FAILED)
+        or Check("model file", CheckResult.OK, "; ".join([_sized(default.path), *_projector(default)]))
     ]
     whole = []
     for name in sorted(registry.models.keys() - {registry.default}):
@@ -188,6 +189,10 @@ def model_files(settings: Settings) -> list[Check]:
 
 def _sized(path: Path) -> str:
     return f"{path}, {path.stat().st_size / _MB:.1f} MB"
+
+
+def _projector(spec: ModelSpec) -> list[str]:
+    return [] if spec.mmproj is None else [f"takes images by {_sized(spec.mmproj)}"]
 
 
 def _broken(spec: ModelSpec, name: str, verdict: CheckResult) -> Check | None:

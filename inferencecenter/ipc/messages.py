@@ -334,8 +334,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     token is longer than ``max_token_bytes``; 0 if a token may represent any text. A fill-in-the-middle model has
     ``infill``.
 
-    A model that ``sees`` takes images. ``kind`` is a ``config.sections.ModelKind``. An embedding model's vectors have
-    ``n_embd`` numbers, and ``n_ctx`` is the longest text.
+    ``projector`` is the file by which the model takes images, empty if it takes none. ``kind`` is a
+    ``config.sections.ModelKind``. An embedding model's vectors have ``n_embd`` numbers, and ``n_ctx`` is the longest
+    text.
     """
 
     name: str
@@ -365,7 +366,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "chat"
     n_embd: int = 0
     infill: InfillTokens | None = None
-    sees: bool = False
+    projector: str = ""
+
+    @property
+    def sees(self) -> bool:
+        """Whether it takes images."""
+        return bool(self.projector)
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -613,7 +613,11 @@ class Status(Request):
     """Request the readings of one part of the daemon; other clients' shares need the operator scope."""
 
     op: Literal["status"]
-    type: StatusType = Field(default="queue", description="The part of the daemon.")
+    type: StatusType = Field(
+        default="queue",
+        description="The part of the daemon. Readings of `model` are those of the default model, its adapters in `lora` "
+        "and the file by which it takes images in `projector` among them, which are `null` if there are none.",
+    )
 
 
 class Usage(Request):

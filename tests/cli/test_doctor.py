@@ -54,6 +54,17 @@ def test_healthy_machine_passes(cli: Cli, quick: Path) -> None:
     assert "model file" in cli.run("doctor").out
 
 
+def test_projector_is_named(cli: Cli, quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it one sees that the model takes images."""
+    monkeypatch.delenv("INFERENCECENTER_MODEL__PATH")
+    _, found = _found(cli)
+    assert "takes images by " in found["model file"]["detail"]
+    assert "mmproj-demo.gguf" in found["model file"]["detail"]
+    monkeypatch.setenv("INFERENCECENTER_MODEL__MMPROJ", "off")
+    _, found = _found(cli)
+    assert "mmproj" not in found["model file"]["detail"]
+
+
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04"])
 def test_invalid_model_file_fails(cli: Cli, quick: Path, content: bytes | None) -> None:
     """A missing, empty or foreign file fails with the daemon's error code."""

@@ -51,7 +51,7 @@ def shown(submit: Submit) -> list[str | ImageRef]:
 def world() -> SessionHarness:
     """Sessions of a model that sees."""
     return SessionHarness(
-        engines=one_model(FakeEngine(status=replace(FakeEngine().status, model=make_model(sees=True))))
+        engines=one_model(FakeEngine(status=replace(FakeEngine().status, model=make_model(projector="eyes.gguf"))))
     )
 
 

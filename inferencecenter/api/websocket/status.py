@@ -137,5 +137,6 @@ def _model(engine: EngineStatus) -> Values:
         "backend": model.backend,
         "threads": model.n_threads,
         "lora": ", ".join(f"{Path(each.path).stem} x {each.scale:g}" for each in model.lora) or None,
+        "projector": Path(model.projector).name or None,
         "library": model.library,
     }

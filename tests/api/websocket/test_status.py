@@ -26,3 +26,12 @@ def test_adapters_are_listed(adapters: tuple[Adapter, ...], shown: str | None) -
     engine = EngineStatus(state=EngineState.READY, model=msgspec.structs.replace(MODEL, lora=adapters))
     values = client_status("model", client=client, sessions=(), engine=engine, storable=True)
     assert values["lora"] == shown
+
+
+@pytest.mark.parametrize(("projector", "shown"), [("", None), ("/srv/private/mmproj-eyes.gguf", "mmproj-eyes.gguf")])
+def test_projector_is_named(projector: str, shown: str | None) -> None:
+    """A model without one takes no images; its path is not shown."""
+    client = Principal("ada", 4, "normal", frozenset({"user"}))
+    engine = EngineStatus(state=EngineState.READY, model=msgspec.structs.replace(MODEL, projector=projector))
+    values = client_status("model", client=client, sessions=(), engine=engine, storable=True)
+    assert values["projector"] == shown
