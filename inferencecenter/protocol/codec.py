@@ -250,12 +250,22 @@ def encode(event: Event, *, first_protocol: bool = False) -> str | None:
 def encode_in_pieces(event: Event) -> Iterator[tuple[bytes, bool]]:
     """Yield an event as the pieces of one text frame, each with whether it is the last.
 
-    Pieces are produced lazily; all but the last have ``PIECE_BYTES``. Items of lists whose length a client controls are
-    encoded one by one, because encoding a transcript of 16 MiB at once would block the event loop for 30 ms.
+    Pieces are produced lazily; all but the last have ``PIECE_BYTES``. Long texts are encoded in parts, and items of
+    lists whose length a client controls one by one, because encoding a transcript of 16 MiB at once would block the
+    event loop for 30 ms, and a file of 8 MiB for 12 ms.
     """
     lists = {name: items for name, items in event if _is_list_of_values(items)}
-    piece = bytearray(_dumped(event, exclude=set(lists)))
+    texts = {name: text for name, text in event if isinstance(text, str) and len(text) > PIECE_BYTES}
+    piece = bytearray(_dumped(event, exclude={*lists, *texts}))
     del piece[-1:]
+    for name, text in texts.items():
+        piece += b',%b:"' % orjson.dumps(name)
+        for start in range(0, len(text), PIECE_BYTES):
+            piece += orjson.dumps(text[start : start + PIECE_BYTES])[1:-1]
+            while len(piece) >= PIECE_BYTES:
+                yield bytes(piece[:PIECE_BYTES]), False
+                del piece[:PIECE_BYTES]
+        piece += b'"'
     for name, items in lists.items():
         piece += b",%b:[" % orjson.dumps(name)
         for index, item in enumerate(items):

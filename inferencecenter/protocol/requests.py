@@ -615,8 +615,8 @@ class Status(Request):
     op: Literal["status"]
     type: StatusType = Field(
         default="queue",
-        description="The part of the daemon. Readings of `model` are those of the default model, its adapters in `lora` "
-        "and the file by which it takes images in `projector` among them, which are `null` if there are none.",
+        description="The part of the daemon. Readings of `model` are those of the default model; among them are its "
+        "adapters in `lora`, and in `projector` the file by which it takes images: `null` if there is none.",
     )
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import Event, FirstProtocol
-from inferencecenter.protocol.codec import REQUESTS, FrameError, encode, read_frame
+from inferencecenter.protocol.codec import PIECE_BYTES, REQUESTS, FrameError, encode, encode_in_pieces, read_frame
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.values import ChatMessage, MessageImage, Preset, TokenLogprobs
 
@@ -378,3 +378,15 @@ def test_description_of_a_tool_may_be_long(n_chars: int, fits: bool) -> None:
         read_frame(json.dumps(frame)).parse()
     else:
         assert refused(json.dumps(frame)).field == "tools.0.description"
+
+
+@pytest.mark.parametrize("n_chars", [3, PIECE_BYTES, 3 * PIECE_BYTES + 5])
+def test_long_text_is_encoded_in_pieces(n_chars: int) -> None:
+    """A file of several MiB blocks the event loop for one piece at a time; the frame is the same."""
+    text = ('"é' * n_chars)[:n_chars]
+    event = events.ImageFetched(digest="0" * 64, width=1, height=1, media_type="image/png", data=text)
+    *pieces, last = encode_in_pieces(event)
+    assert not any(is_last for _, is_last in pieces)
+    assert all(len(piece) == PIECE_BYTES for piece, _ in pieces)
+    assert len(last[0]) < 3 * PIECE_BYTES
+    assert json.loads(b"".join([*(piece for piece, _ in pieces), last[0]])) == json.loads(encode(event) or "")

@@ -1324,7 +1324,7 @@ export interface StatusRequest {
   op: "status";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
-  /** The part of the daemon. Readings of `model` are those of the default model, its adapters in `lora` and the file by which it takes images in `projector` among them, which are `null` if there are none. */
+  /** The part of the daemon. Readings of `model` are those of the default model; among them are its adapters in `lora`, and in `projector` the file by which it takes images: `null` if there is none. */
   type?: "queue" | "memory" | "sessions" | "performance" | "model";
 }
 
