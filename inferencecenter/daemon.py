@@ -60,17 +60,19 @@ from inferencecenter.sessions.store.rows import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
 from inferencecenter.supervisor.engine_options import (
-    cache_key,
     engine_options,
     kv_cache_paths,
     remove_ram_cache,
     remove_stale_caches,
+    replica_key,
 )
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
-from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.planning import Planner, ReplicaShare
 from inferencecenter.supervisor.poison_turns import CrashLimit, PoisonTurnStore
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
+from inferencecenter.supervisor.replica_placement import ReplicaRates
+from inferencecenter.supervisor.replica_set import Replica, ReplicaSet, loaded_siblings
 from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.supervisor.supervisor import Supervisor
 from inferencecenter.supervisor.thermal import ThermalThrottler
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from inferencecenter.auth.authentication import ExternalAuthProvider
     from inferencecenter.config.sections import McpServerSettings
     from inferencecenter.config.settings import Settings
+    from inferencecenter.ipc.messages import StepOutput
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.mcp.gateway import McpClient
     from inferencecenter.models.registry import ModelSpec, Registry
@@ -96,6 +99,8 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.observability import Totals
     from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
     from inferencecenter.sessions.store.recorder import PurgeKind
+    from inferencecenter.supervisor.model_manager import ModelEngine
+    from inferencecenter.supervisor.poison_turns import Suspicion
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.metrics import McpMetrics
     from inferencecenter.telemetry.otlp import Traces
@@ -704,16 +709,25 @@ def make_models(
     )
     calibration = VramCalibration(settings.state_dir / PLAN_FILE)
 
-    first: Supervisor | None = None
+    first: ModelEngine | None = None
 
-    def ends_daemon(supervisor: Supervisor) -> bool:
-        if supervisor.given_up:
-            return settings.engine.exit_when_failed and supervisor is models.engine(models.default)
-        return supervisor.load_failure is not None and supervisor is first
+    def ends_daemon(engine: ModelEngine) -> bool:
+        if engine.given_up:
+            return settings.engine.exit_when_failed and engine is models.engine(models.default)
+        return engine.load_failure is not None and engine is first
 
-    def make(spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]]) -> ManagedModel:
-        planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
-        options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec))
+    def make_replica(  # noqa: PLR0913 - keyword-only; most have defaults
+        spec: ModelSpec,
+        index: int,
+        *,
+        share: ReplicaShare | None = None,
+        suspicions: dict[str, Suspicion] | None = None,
+        rates: ReplicaRates | None = None,
+        admit: Callable[[Supervisor], Awaitable[bool]],
+        ends_with_it: Callable[[Supervisor], bool],
+    ) -> Replica:
+        planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
+        options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
         if first is None:
             # A wrong GPU setting is to end the daemon, so the first model is planned now; others when they are loaded.
             options = planner.first(options)
@@ -722,17 +736,44 @@ def make_models(
             options,
             live_sessions=live_sessions,
             plan_again=planner.again,
-            ends_with_it=lambda: ends_daemon(supervisor),
+            ends_with_it=lambda: ends_with_it(supervisor),
             admit=lambda: admit(supervisor),
-            on_step=meter.step,
+            on_step=meter.step if rates is None else partial(_measure_step, meter, rates),
             pixels=pixels,
             crash_limit=crash_limit,
             suspicion_file=suspicion_file,
-            lock_path=settings.state_dir / f"engine-{cache_key(spec)}.lock",
+            suspicions=suspicions,
+            lock_path=settings.state_dir / f"engine-{replica_key(spec, index)}.lock",
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
-        return ManagedModel(spec, planner, supervisor)
+        return Replica(supervisor, planner, rates or ReplicaRates())
+
+    def make(spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
+        if spec.replicas == 1:
+            only = make_replica(spec, 0, admit=admit, ends_with_it=ends_daemon)
+            return ManagedModel(spec, only.planner, only.supervisor)
+
+        async def admit_replica(supervisor: Supervisor) -> bool:
+            return await admit(replica_set) and supervisor.wanted
+
+        replicas: list[Replica] = []
+        suspicions: dict[str, Suspicion] = {}
+        for index in range(spec.replicas):
+            share = ReplicaShare(index, spec.replicas, siblings=partial(loaded_siblings, replicas, index))
+            replicas.append(
+                make_replica(
+                    spec,
+                    index,
+                    share=share,
+                    suspicions=suspicions,
+                    rates=ReplicaRates(),
+                    admit=admit_replica,
+                    ends_with_it=lambda _: ends_daemon(replica_set),
+                )
+            )
+        replica_set = ReplicaSet(replicas, placed=metrics.placement_counter(spec.name))
+        return ManagedModel(spec, replicas[0].planner, replica_set)
 
     models = ModelManager(
         registry,
@@ -742,3 +783,8 @@ def make_models(
     )
     first = models.engine(registry.default)
     return models
+
+
+def _measure_step(meter: StepMeter, rates: ReplicaRates, step: StepOutput) -> None:
+    meter.step(step)
+    rates.step(step)

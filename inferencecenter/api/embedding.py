@@ -165,6 +165,10 @@ class EmbeddingJob:
 
     # The engine's side.
 
+    @property
+    def session_kv(self) -> None:
+        """There is no session."""
+
     def submission(self, then: Callable[[], None]) -> Embed:
         """Return the remaining inputs; see ``EngineTurn``."""
         call, dimensions = self._call, self._call.dimensions or 0

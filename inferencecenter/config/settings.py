@@ -481,7 +481,14 @@ class ModelEntry(Section):
 
     path: ExpandedPath | None = Field(None, description="GGUF file; if not set, `NAME.gguf` in `models_dir`.")
     aliases: Aliases = ()
-    slots: int | None = Field(None, ge=0, le=256, description="Overrides `engine.slots`.")
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Engines of this model. With at least as many GPUs each has its own, else they divide the memory. "
+        "A session stays with the engine that holds its KV.",
+    )
+    slots: int | None = Field(None, ge=0, le=256, description="Overrides `engine.slots`, for each replica.")
     n_ctx: int | None = Field(None, ge=0, le=2**24, description="Overrides `engine.n_ctx`.")
     n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="Overrides `engine.n_gpu_layers`.")
     kv_type_k: KvType | Literal["auto"] | None = Field(None, description="Overrides `engine.kv_type_k`.")

@@ -45,6 +45,9 @@ class EngineStatus:
     ``load_fraction`` runs from 0 to 1; ``detail`` describes the last failure, empty when there is none. ``running`` and
     ``waiting`` count turns, ``rss_bytes`` is the child's resident memory. ``parked_sessions`` have their KV outside the
     slots; with shared prefixes it takes ``parked_bytes``, of which ``parked_ram_bytes`` are in memory.
+
+    Of a model with several ``replicas`` it is the state of the most usable one, the sum of their figures, and a
+    ``model`` with the slots of all.
     """
 
     state: EngineState
@@ -59,11 +62,24 @@ class EngineStatus:
     parked_sessions: int = 0
     parked_bytes: int = 0
     parked_ram_bytes: int = 0
+    replicas: tuple[EngineStatus, ...] = ()
 
     @property
     def serves(self) -> bool:
         """Whether a turn submitted now runs without intervention; it wakes a sleeping engine."""
         return self.state in _SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKv:
+    """The KV that a turn can use: that of its session, or of the session that this one was forked from.
+
+    Without it ``n_tokens`` of history have to be prefilled.
+    """
+
+    session_id: str
+    n_tokens: int
+    forked_from: str | None = None
 
 
 class EngineTurn(Protocol):
@@ -82,6 +98,10 @@ class EngineTurn(Protocol):
     @property
     def n_tokens(self) -> int:
         """Number of tokens generated so far."""
+
+    @property
+    def session_kv(self) -> SessionKv | None:
+        """The KV by which one of several replicas is chosen; ``None`` without a session."""
 
     def submission(self, then: Callable[[], None]) -> Submit | Embed | None:
         """Return the turn, or the rest of it, as it should run now; called each time an engine may take it.

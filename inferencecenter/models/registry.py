@@ -63,6 +63,7 @@ class ModelSpec:
         kind: Its kind.
         matryoshka: Whether its vectors may be shortened.
         n_embd: Width of the vectors in its file; ``None`` where that does not state it.
+        replicas: The number of its engines.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ModelSpec:
     kind: ModelKind = "chat"
     matryoshka: bool = False
     n_embd: int | None = None
+    replicas: int = 1
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -329,7 +331,7 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
             hint="Its settings override [engine]; keep_alive_s overrides sleep_after_s.",
         ) from None
     path = entry.path or scanned.get(name, settings.models_dir / f"{name}.gguf")
-    spec = ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora)
+    spec = ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora, replicas=entry.replicas)
     return _with_chosen_projector(spec, entry.mmproj)
 
 

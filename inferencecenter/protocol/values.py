@@ -599,6 +599,16 @@ class DocumentScore(Value):
     relevance_score: float = Field(description="The model's score; higher is more relevant, the scale is the model's.")
 
 
+class ReplicaSummary(Value):
+    """One of several engines of a model."""
+
+    state: Literal["loading", "loaded", "asleep", "failed"] = Field(description="Its state.")
+    detail: str = Field(default="", description="Why it was lost or could not be loaded, as text.")
+    running: int = Field(default=0, description="Turns with a slot.")
+    waiting: int = Field(default=0, description="Turns that wait for a slot.")
+    restarts: int = Field(default=0, description="Restarts after a loss.")
+
+
 class ModelSummary(Value):
     """A model in a list; values that are unknown before it is loaded are absent."""
 
@@ -620,6 +630,9 @@ class ModelSummary(Value):
     )
     load_fraction: float | None = Field(default=None, description="Fraction that is loaded, while it is `loading`.")
     vision: bool = Field(default=False, description="Whether it takes images.")
+    replicas: tuple[ReplicaSummary, ...] | None = Field(
+        default=None, description="Its engines, if it has several; `slots` are those of all."
+    )
 
 
 class PullSummary(Value):

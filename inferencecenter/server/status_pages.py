@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -22,13 +23,14 @@ from inferencecenter.server.listener import OLLAMA_KEY
 from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client import Gauge
     from prometheus_client.registry import Collector
     from starlette.requests import Request
 
     from inferencecenter.hardware.nvml import GpuReading, Gpus
+    from inferencecenter.hardware.process_usage import ProcessUsage
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.handshake import PeerInfo
@@ -183,15 +185,26 @@ def show_engines(metrics: EngineMetrics, engines: Mapping[str, EngineStatus]) ->
             metrics.gpu_layers.labels(label).set(model.n_gpu_layers)
             kind = (model.architecture, model.backend, model.library)
             metrics.info.labels(label, *map(label_text, kind)).set(1)
+        for index, replica in enumerate(status.replicas):
+            _show_replica(metrics, label, str(index), replica)
+
+
+def _show_replica(metrics: EngineMetrics, model: str, index: str, status: EngineStatus) -> None:
+    for state in EngineState:
+        metrics.replica_state.labels(model, index, state.value).set(status.state is state)
+    metrics.replica_running_turns.labels(model, index).set(status.running)
+    metrics.replica_waiting_turns.labels(model, index).set(status.waiting)
+    metrics.replica_restarts.labels(model, index).value = status.restarts
 
 
 def show_processes(metrics: MachineMetrics, engines: Mapping[str, EngineStatus]) -> None:
     """Update the metrics of this process and the engine processes."""
     metrics.clear_processes()
-    _show_process(metrics, os.getpid(), "front", "")
+    _show_process(metrics, [os.getpid()], "front", "")
     for name, status in engines.items():
-        if status.pid is not None:
-            _show_process(metrics, status.pid, "engine", label_text(name))
+        pids = [each.pid for each in status.replicas or (status,) if each.pid is not None]
+        if pids:
+            _show_process(metrics, pids, "engine", label_text(name))
 
 
 def show_gpus(metrics: MachineMetrics, gpus: Gpus) -> None:
@@ -220,13 +233,15 @@ def _figures(metrics: MachineMetrics, reading: GpuReading) -> tuple[tuple[Gauge,
     )
 
 
-def _show_process(metrics: MachineMetrics, pid: int, process: str, model: str) -> None:
-    try:
-        usage = read_usage(pid)
-    except OSError:  # the process has just ended
-        return
-    metrics.process_cpu_s.labels(process, model).value = usage.cpu_s
-    metrics.process_rss_bytes.labels(process, model).set(usage.rss_bytes)
+def _show_process(metrics: MachineMetrics, pids: Iterable[int], process: str, model: str) -> None:
+    """Show what the front, or the engines of a model, use together."""
+    usages: list[ProcessUsage] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has just ended
+            usages.append(read_usage(pid))
+    if usages:
+        metrics.process_cpu_s.labels(process, model).value = sum(each.cpu_s for each in usages)
+        metrics.process_rss_bytes.labels(process, model).set(sum(each.rss_bytes for each in usages))
 
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:

@@ -244,7 +244,7 @@ class SessionConfig:
     when it changes. ``params`` are effective for that first model, all levels merged. ``chosen`` names the parameters
     set by the client. Without ``store`` nothing of the session is written to disk. A ``stateless`` session caches the
     KV of a client that sends the whole conversation with each request, and is not one of the client's sessions
-    otherwise.
+    otherwise. ``forked_from`` is the session whose KV a fork shares; it is not stored.
     """
 
     session_id: str
@@ -264,6 +264,7 @@ class SessionConfig:
     metadata: dict[str, str]
     created_at: float
     stateless: bool = False
+    forked_from: str | None = None
 
     def warnings(self, params: Params, *, chosen: Collection[str]) -> tuple[str, ...]:
         """Return a warning for each of the ``chosen`` parameters without effect.

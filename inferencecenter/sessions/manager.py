@@ -766,6 +766,7 @@ def fork_session_config(client: Principal, parent: SessionConfig, services: Sess
         n_ctx=n_ctx,
         params=services.models.params(parent, serving.name),
         created_at=services.clock(),
+        forked_from=parent.session_id,
     )
 
 

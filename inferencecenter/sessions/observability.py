@@ -216,7 +216,9 @@ class TurnMetrics:
         engine = serving.engine.status
         if engine.model is None or engine.state is not EngineState.READY:
             return None  # the start time of an engine is unknown
-        return self._waits.eta_ms(serving.name, position, slots=engine.model.slots)
+        # The position is one in the queue of a single replica.
+        n_ready = sum(each.state is EngineState.READY for each in engine.replicas) or 1
+        return self._waits.eta_ms(serving.name, position, slots=max(1, engine.model.slots // n_ready))
 
     def totals(self, *, sessions: int, archived: int, active: int, now: float) -> Totals:
         """Return the totals over so many open sessions, of which ``active`` run a turn, and archived ones."""

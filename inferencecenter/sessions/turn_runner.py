@@ -32,6 +32,7 @@ from inferencecenter.ipc.messages import (
     Started,
     TokenDelta,
 )
+from inferencecenter.ipc.port import SessionKv
 from inferencecenter.sessions.context import check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.journal import TurnQueued
@@ -151,6 +152,12 @@ class TurnRunner:
     def n_tokens(self) -> int:
         """Tokens generated so far."""
         return self.turn.n_tokens
+
+    @property
+    def session_kv(self) -> SessionKv:
+        """The KV of the session, or of its parent."""
+        n_tokens = self._history.n_tokens + self.turn.n_tokens
+        return SessionKv(self._config.session_id, n_tokens, self._config.forked_from)
 
     # Calls of the engine port.
 

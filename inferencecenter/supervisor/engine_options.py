@@ -27,20 +27,22 @@ _log = structlog.get_logger(__name__)
 _MAX_WORKER_THREADS: Final = 8
 
 
-def kv_cache_paths(settings: KvSettings, state_dir: Path, spec: ModelSpec) -> KvCachePaths:
-    """Return the KV cache paths of a model, which only the daemon with this ``state_dir`` uses.
+def kv_cache_paths(settings: KvSettings, state_dir: Path, spec: ModelSpec, *, replica: int = 0) -> KvCachePaths:
+    """Return the KV cache paths of a model's replica, which only the daemon with this ``state_dir`` uses.
+
+    The replicas divide the model's budgets equally; the first has the paths of a model without replicas.
 
     The size in memory is clipped to what the file system has free, with a log line: a tmpfs may be small (64 MiB in
     most containers), and a page that does not fit kills the process that writes it.
     """
-    name = cache_key(spec)
+    name = replica_key(spec, replica)
     ram_dir = _own(settings.ram_dir, state_dir) / name
     disk_dir = _own(settings.disk_dir or state_dir / "kv", state_dir) / name
     return KvCachePaths(
         ram_dir=ram_dir,
-        ram_bytes=_clipped(ram_dir, settings.ram_mib * MIB) if settings.parking else 0,
+        ram_bytes=_clipped(ram_dir, settings.ram_mib * MIB // spec.replicas) if settings.parking else 0,
         disk_dir=disk_dir,
-        disk_bytes=settings.disk_mib * MIB if settings.parking else 0,
+        disk_bytes=settings.disk_mib * MIB // spec.replicas if settings.parking else 0,
         client_share=settings.client_share,
     )
 
@@ -52,9 +54,14 @@ def cache_key(spec: ModelSpec) -> str:
     return hashlib.sha256(repr(kind).encode()).hexdigest()[:_NAME_CHARS]
 
 
+def replica_key(spec: ModelSpec, replica: int) -> str:
+    """Return the name of a replica's directories and lock; that of the first is the model's."""
+    return cache_key(spec) if replica == 0 else f"{cache_key(spec)}-{replica}"
+
+
 def remove_stale_caches(settings: KvSettings, state_dir: Path, specs: Iterable[ModelSpec]) -> None:
-    """Delete the caches of models that no longer exist or whose KV would differ now."""
-    known = {cache_key(spec) for spec in specs}
+    """Delete the caches of models and replicas that no longer exist or whose KV would differ now."""
+    known = {replica_key(spec, replica) for spec in specs for replica in range(spec.replicas)}
     for directory in (settings.ram_dir, settings.disk_dir or state_dir / "kv"):
         with contextlib.suppress(OSError):
             for path in _own(directory, state_dir).iterdir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import structlog
 
@@ -14,10 +14,11 @@ from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.placement import MIB
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.events import Swap
-from inferencecenter.protocol.values import ModelSummary
+from inferencecenter.protocol.values import ModelSummary, ReplicaSummary
 from inferencecenter.supervisor.engine_options import cache_key
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.model_cache import ModelCache
+from inferencecenter.supervisor.replica_set import ReplicaSet
 from inferencecenter.supervisor.request_queue import unavailable
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.supervisor import Supervisor
 
+ModelEngine: TypeAlias = "Supervisor | ReplicaSet"
+"""What serves a model: its one engine, or its replicas."""
+
 _STATES: Final[Mapping[EngineState, Literal["loading", "loaded", "failed"]]] = {
     EngineState.STARTING: "loading",
     EngineState.BACKOFF: "loading",
@@ -43,11 +47,18 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedModel:
-    """A requested model, with what plans and runs its engines."""
+    """A requested model, with what plans and runs its engines; of several replicas, the planner of the first."""
 
     spec: ModelSpec
     planner: Planner
-    supervisor: Supervisor
+    supervisor: ModelEngine
+
+    @property
+    def engines(self) -> tuple[tuple[Supervisor, Planner], ...]:
+        """Each engine, loaded or not, with its planner."""
+        if isinstance(self.supervisor, ReplicaSet):
+            return tuple((each.supervisor, each.planner) for each in self.supervisor.replicas)
+        return ((self.supervisor, self.planner),)
 
 
 def _not_planned(name: str, reason: str) -> InferenceCenterError:
@@ -63,6 +74,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
         return ModelSummary(name=name, default=default, kind=kind, vision=vision, state="unloaded")
     loaded = status.model
     fraction = round(status.load_fraction, 2) if _STATES.get(status.state) == "loading" else None
+    replicas = tuple(map(_replica_summary, status.replicas)) or None
     if loaded is None:
         return ModelSummary(
             name=name,
@@ -72,6 +84,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
             state=_STATES.get(status.state, "unloaded"),
             detail=status.detail,
             load_fraction=fraction,
+            replicas=replicas,
         )
     return ModelSummary(
         name=name,
@@ -86,6 +99,17 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
         size_mb=round(loaded.size_bytes / MIB, 1),
         has_chat_template=bool(loaded.chat_template),
         load_fraction=fraction,
+        replicas=replicas,
+    )
+
+
+def _replica_summary(status: EngineStatus) -> ReplicaSummary:
+    return ReplicaSummary(
+        state=_STATES.get(status.state, "asleep"),
+        detail=status.detail,
+        running=status.running,
+        waiting=status.waiting,
+        restarts=status.restarts,
     )
 
 
@@ -107,7 +131,7 @@ class ModelManager:
         self,
         registry: Registry,
         *,
-        make: Callable[[ModelSpec, Callable[[Supervisor], Awaitable[bool]]], ManagedModel],
+        make: Callable[[ModelSpec, Callable[[ModelEngine], Awaitable[bool]]], ManagedModel],
         max_resident: int,
         min_residency_s: float = 0.0,
     ) -> None:
@@ -116,8 +140,8 @@ class ModelManager:
         self._default = registry.default
         self._models: dict[str, ManagedModel] = {}
         self._started = False
-        self._begun: dict[Supervisor, ManagedModel] = {}
-        self._model_cache: ModelCache[Supervisor] = ModelCache(
+        self._begun: dict[ModelEngine, ManagedModel] = {}
+        self._model_cache: ModelCache[ModelEngine] = ModelCache(
             max_resident=max_resident,
             min_residency_s=min_residency_s,
             fits=self._fits_beside,
@@ -167,8 +191,8 @@ class ModelManager:
 
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:
-        """All started models, including those that replace another and those that finish their turns."""
-        return tuple(self._begun)
+        """The engines of all started models, including those that replace another and those that finish their turns."""
+        return tuple(supervisor for model in self._begun.values() for supervisor, _ in model.engines)
 
     def spec_of(self, name: str) -> ModelSpec:
         """Return a model's configuration.
@@ -191,7 +215,7 @@ class ModelManager:
         spec = self._registry.models.get(name)
         return spec.params if spec else {}
 
-    def engine(self, name: str) -> Supervisor:
+    def engine(self, name: str) -> ModelEngine:
         """Return the engine of a model, loaded or not.
 
         Raises:
@@ -255,7 +279,7 @@ class ModelManager:
     async def stop(self) -> None:
         """End all engines for good."""
         await self._tasks.cancel()
-        await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        await asyncio.gather(*(engine.stop() for engine in self._begun))
         await self._retiring.cancel()
 
     def ensure_loaded(self, name: str, client_id: str = "") -> None:
@@ -278,8 +302,8 @@ class ModelManager:
 
     def release(self, session_id: str) -> None:
         """Have all engines drop a session's KV."""
-        for supervisor in self.supervisors:
-            supervisor.release(session_id)
+        for engine in self._begun:
+            engine.release(session_id)
 
     def limit(self, limit_for: Callable[[int], EngineLimits]) -> None:
         """Send every ready engine its limits, which depend on its slots."""
@@ -430,15 +454,21 @@ class ModelManager:
         self._retire(old)
         self._on_status(new, new.supervisor.status)
 
-    async def _fits_beside(self, engine: Supervisor, others: Sequence[Supervisor]) -> bool:
-        """Return whether an engine gets as much memory beside the loaded ones as it would alone.
+    async def _fits_beside(self, engine: ModelEngine, others: Sequence[ModelEngine]) -> bool:
+        """Return whether a model gets as much memory beside the loaded ones as it would alone.
 
         Raises:
             InferenceCenterError: It cannot be planned, whatever the planner raised.
         """
-        planners = [self._begun[each].planner for each in others]
+        loaded = [
+            planner for each in others for supervisor, planner in self._begun[each].engines if supervisor.holds_memory
+        ]
+        starting = [(each, planner) for each, planner in self._begun[engine].engines if not each.holds_memory]
         with foreign_input(partial(_not_planned, engine.name)):
-            return await asyncio.to_thread(self._begun[engine].planner.fits_beside, planners, engine.options)
+            for supervisor, planner in starting:
+                if not await asyncio.to_thread(planner.fits_beside, loaded, supervisor.options):
+                    return False
+        return True
 
     def _get(self, name: str) -> ManagedModel:
         """Return a model, built at the first request.

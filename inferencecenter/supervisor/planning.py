@@ -122,6 +122,51 @@ def read_shape(
     return shape if mmproj is None else replace(shape, projector=describe_projector(read_gguf(mmproj)))
 
 
+class ReplicaShare:
+    """The part of the machine for which one of several replicas of a model is planned.
+
+    With at least as many GPUs as replicas each has GPUs of its own, unless the settings distribute layers over them
+    (``gpu.main_gpu``, ``gpu.tensor_split``). Else each gets an equal part of the free memory of every GPU. Cores and
+    the host's memory are divided equally in both cases.
+
+    Args:
+        index: The replica's number, from 0.
+        count: The number of replicas.
+        siblings: Returns the planners of the other replicas that are loaded: their memory is not free, but divided too.
+    """
+
+    def __init__(self, index: int, count: int, *, siblings: Callable[[], Sequence[Planner]]) -> None:
+        self._index = index
+        self._count = count
+        self._siblings = siblings
+
+    def devices(self, found: tuple[Device, ...], *, are_divisible: bool) -> tuple[Device, ...]:
+        """Return the GPUs of this replica, or all with the memory that it may use."""
+        if self.has_own_gpus(len(found), are_divisible=are_divisible):
+            begin, end = (len(found) * each // self._count for each in (self._index, self._index + 1))
+            return found[begin:end]
+        without_siblings = _without(self._plans(), found)
+        return tuple(
+            replace(device, free_bytes=min(device.free_bytes, whole.free_bytes // self._count))
+            for device, whole in zip(found, without_siblings, strict=True)
+        )
+
+    def has_own_gpus(self, n_gpus: int, *, are_divisible: bool) -> bool:
+        """Return whether no other replica uses the same GPUs."""
+        return are_divisible and n_gpus >= self._count
+
+    def host(self, host: Host) -> Host:
+        """Return the host with the memory and the cores that this replica may use."""
+        cores = max(1, host.cores // self._count)
+        if host.available_bytes is None:
+            return replace(host, cores=cores)
+        whole_bytes = _freed(host, self._plans()).available_bytes or 0
+        return replace(host, available_bytes=min(host.available_bytes, whole_bytes // self._count), cores=cores)
+
+    def _plans(self) -> list[PlacementPlan]:
+        return [plan for sibling in self._siblings() if (plan := sibling.placement) is not None]
+
+
 class Planner:
     """Completes the options of each engine, and compares the memory it took with the plan.
 
@@ -132,6 +177,7 @@ class Planner:
         engine: The engine settings.
         gpu: The GPU settings.
         calibration: How far earlier plans were off.
+        share: The part of the machine for this replica; ``None`` if the model has one engine.
         devices: Finds GPUs.
         host: Reads memory and cores.
         used_bytes: Returns what a process (by id) uses of a GPU (by index), if the driver reports it.
@@ -143,6 +189,7 @@ class Planner:
         engine: EngineSettings,
         gpu: GpuSettings,
         calibration: VramCalibration,
+        share: ReplicaShare | None = None,
         devices: Callable[[Sequence[str], Sequence[str]], tuple[Device, ...]] = find_devices,
         host: Callable[[], Host] = read_host,
         used_bytes: Callable[[int, int], int | None] = nvml.process_bytes,
@@ -150,6 +197,7 @@ class Planner:
         self._gpu = gpu
         self._constraints = placement_constraints(engine, gpu)
         self._calibration = calibration
+        self._share = share
         self._find_devices = devices
         self._read_host = host
         self._used_bytes = used_bytes
@@ -164,6 +212,11 @@ class Planner:
     def report(self) -> EnginePlan | None:
         """The plan of the last start, with measured usage where there is some; ``None`` if no plan was made."""
         return self._report
+
+    @property
+    def placement(self) -> PlacementPlan | None:
+        """The placement of the last start."""
+        return self._plan
 
     def first(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the first engine.
@@ -205,10 +258,11 @@ class Planner:
 
     def _fits_beside(self, others: Sequence[Planner]) -> bool:
         assert self._model is not None, "its header was read"
-        devices, host = self._devices(), self._read_host()
-        placement = plan(self._model, devices, host, self._constraints)
-        taken = [other._plan for other in others if other._plan is not None]
-        alone = plan(self._model, _without(taken, devices), _freed(host, taken), self._constraints)
+        found, host = self._found(), self._read_host()
+        placement = plan(self._model, self._devices(found), self._host(host), self._constraints)
+        taken = [each for other in others if (each := other.placement) is not None]
+        freed_devices, freed_host = self._devices(_without(taken, found)), self._host(_freed(host, taken))
+        alone = plan(self._model, freed_devices, freed_host, self._constraints)
         if not alone.fits and self._plan is None:
             raise InferenceCenterError(ErrorCode.INVALID_CONFIG, " ".join(alone.advice))
         return placement.fits and _worth(placement) >= _worth(alone)
@@ -282,7 +336,7 @@ class Planner:
     def _make_plan(self, options: EngineOptions) -> EngineOptions:
         model, constraints = self._model, self._constraints
         assert model is not None, "its header was read"
-        devices, host = self._devices(), self._read_host()
+        devices, host = self._devices(self._found()), self._host(self._read_host())
         placement = plan(model, devices, host, constraints)
         self._plan, self._report = placement, plan_report(placement, model=model, host=host, constraints=constraints)
         _report(placement)
@@ -292,8 +346,8 @@ class Planner:
         self._planned_layers = placement.n_gpu_layers
         return _with_setup(options, placement).replace(
             n_gpu_layers=placement.n_gpu_layers,
-            # Without a GPU the engine counts its cores itself.
-            n_threads=placement.n_threads if placement.devices else options.n_threads,
+            # Without a GPU an engine that has the machine for itself counts its cores.
+            n_threads=placement.n_threads if placement.devices or self._share else options.n_threads,
             devices=tuple(device.id for device in placement.devices),
             split_mode=placement.split_mode,
             main_gpu=placement.main_gpu,
@@ -304,12 +358,25 @@ class Planner:
             gpu_optional=constraints.n_gpu_layers < 0,
         )
 
-    def _devices(self) -> tuple[Device, ...]:
+    def _found(self) -> tuple[Device, ...]:
+        return self._find_devices(self._gpu.devices, self._gpu.rpc_servers)
+
+    def _devices(self, found: tuple[Device, ...]) -> tuple[Device, ...]:
+        """Return this engine's part of the GPUs, corrected by what earlier plans were off."""
         assert self._model is not None, "its header was read"
+        if self._share is not None:
+            found = self._share.devices(found, are_divisible=self._gpus_are_divisible)
         return tuple(
             replace(device, correction_bytes=self._calibration.extra_bytes(self._model.digest, device.id))
-            for device in self._find_devices(self._gpu.devices, self._gpu.rpc_servers)
+            for device in found
         )
+
+    @property
+    def _gpus_are_divisible(self) -> bool:
+        return self._constraints.main_gpu < 0 and not self._constraints.tensor_split
+
+    def _host(self, host: Host) -> Host:
+        return host if self._share is None else self._share.host(host)
 
     def _used(self, device: Device, pid: int, memory: Sequence[BufferUse]) -> int | None:
         """Return what the engine uses of a GPU: by the driver, else by the decrease in free memory, else by llama.cpp.
@@ -320,8 +387,13 @@ class Planner:
             own = self._used_bytes(device.index, pid)
             if own is not None:
                 return own
-            now = next((each for each in self._find_devices((), ()) if each.id == device.id), None)
-            return None if now is None else max(0, device.free_bytes - now.free_bytes)
+            found = self._find_devices((), ())
+            shares = self._share is not None and not self._share.has_own_gpus(
+                len(found), are_divisible=self._gpus_are_divisible
+            )
+            now = next((each for each in found if each.id == device.id), None)
+            # Other replicas change the free memory of a GPU that they share.
+            return None if now is None or shares else max(0, device.free_bytes - now.free_bytes)
         names = {device.id, *device.aliases}
         buffers = [use for use in memory if use.name in names]
         return (

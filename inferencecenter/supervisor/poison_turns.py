@@ -11,6 +11,9 @@ only the isolated one; so a turn that kills daemon and engine together is identi
 made progress between two deaths of daemons is not suspected of the first. For this the suspicions are written to
 ``suspects.json`` when they change, which is only after an engine's death and while suspects run in isolation.
 
+The replicas of a model share their suspicions, and each isolates only turns of its own. A suspect of an engine's own
+crash is confined to its replica, so that a poison turn does not kill one replica after the other.
+
 Quarantining a turn resets the engine's restart budget, so a client could repeat its poison prompt for ever; and a
 client that cancels its turn before it is isolated is never quarantined. So deaths are also counted by client
 (``CrashLimit``). A dead engine names the turns of its step, most of which did not cause it: the death counts against
@@ -46,23 +49,33 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """A turn was suspected ``times`` times and is cleared at ``clear_at_tokens`` generated tokens."""
+    """A turn was suspected ``times`` times and is cleared at ``clear_at_tokens`` generated tokens.
+
+    ``crashed``: at least one of the engines was not killed from outside.
+    """
 
     times: int
     clear_at_tokens: int
+    crashed: bool = False
 
 
 class PoisonTurnDetector:
     """The suspected turns, and which of them is isolated.
 
+    Args:
+        suspicions: Shared with the detectors of other replicas; ``None`` for own ones.
+
     Attributes:
-        isolated: The turn that must run alone; ``None`` while all may run together. Between two deaths of an engine it
-            changes only when this turn is cleared or ends. Read for each turn that is submitted, so it is kept.
+        isolated: The turn of this queue that must run alone; ``None`` while all may run together. It changes only at
+            the death of an engine, when this turn is cleared, ends or leaves, and when a suspect joins. Read for each
+            turn that is submitted, so it is kept.
     """
 
-    def __init__(self) -> None:
-        self.suspicions: dict[str, Suspicion] = {}
+    def __init__(self, suspicions: dict[str, Suspicion] | None = None) -> None:
+        self.suspicions: dict[str, Suspicion] = {} if suspicions is None else suspicions
         self.isolated: str | None = None
+        # The suspects that are turns of this queue.
+        self._own: set[str] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.times}, isolated={self.isolated})"
@@ -79,8 +92,27 @@ class PoisonTurnDetector:
 
     def restore(self, turn_id: str, *, times: int, n_tokens: int) -> None:
         """Restore a suspicion that an earlier daemon stored."""
-        self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS)
+        self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS, crashed=True)
+        self._own.add(turn_id)
         self._isolate()
+
+    def join(self, turn_id: str) -> bool:
+        """Add a turn of another replica to this queue; return whether it is a suspect."""
+        if turn_id not in self.suspicions:
+            return False
+        self._own.add(turn_id)
+        self._isolate()
+        return True
+
+    def leave(self, turn_id: str) -> None:
+        """Remove a turn that continues on another replica, and keep the suspicion."""
+        self._own.discard(turn_id)
+        self._isolate()
+
+    def confines(self, turn_id: str) -> bool:
+        """Return whether a turn has to stay on its replica: it may have crashed an engine, or is isolated."""
+        suspicion = self.suspicions.get(turn_id)
+        return suspicion is not None and (suspicion.crashed or suspicion.times >= ISOLATED_AFTER)
 
     def lost(self, named: Mapping[str, int], *, from_outside: bool = False) -> str | None:
         """Record the death of an engine; return the turn that is quarantined for it, if any.
@@ -98,7 +130,9 @@ class PoisonTurnDetector:
         for turn_id, n_tokens in named.items():
             before = self.suspicions.get(turn_id)
             times = before.times + 1 if before else 1
-            self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS)
+            crashed = not from_outside or (before is not None and before.crashed)
+            self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS, crashed)
+            self._own.add(turn_id)
         self._isolate()
         return None
 
@@ -113,11 +147,14 @@ class PoisonTurnDetector:
     def forget(self, turn_id: str) -> None:
         """Drop a turn that has ended."""
         if self.suspicions.pop(turn_id, None) is not None:
+            self._own.discard(turn_id)
             self._isolate()
 
     def _isolate(self) -> None:
         suspects = self.suspicions.items()
-        self.isolated = next((turn_id for turn_id, suspicion in suspects if suspicion.times >= ISOLATED_AFTER), None)
+        self.isolated = next(
+            (each for each, suspicion in suspects if suspicion.times >= ISOLATED_AFTER and each in self._own), None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +276,14 @@ class PoisonTurnStore:
         return self._models.get(model, SuspectedTurns())
 
     def put(self, model: str, suspected: SuspectedTurns) -> None:
-        """Store a model's suspicions if they have changed."""
-        if suspected == self.of(model):
+        """Store a model's suspicions if they have changed.
+
+        A replica without an isolated turn leaves that of another, while it is suspected.
+        """
+        before = self.of(model)
+        if suspected.alone is None and before.alone in suspected.times:
+            suspected = msgspec.structs.replace(suspected, alone=before.alone)
+        if suspected == before:
             return
         self._models[model] = suspected
         self._models = {name: each for name, each in self._models.items() if each.times}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import LoadFailed, ToEngine, TurnEvent
     from inferencecenter.ipc.port import EngineStatus, EngineTurn
-    from inferencecenter.supervisor.poison_turns import CrashLimit
+    from inferencecenter.supervisor.poison_turns import CrashLimit, Suspicion
 
 _RETRY_MS: Final = 1000
 _GIVEN_UP: Final = (
@@ -119,6 +119,7 @@ class RequestQueue:
         changed: Called when the engine was given a waiting turn, when none is left to give, and when a turn has ended.
         crash_limit: Counts deaths of engines by client.
         remember: Called when the suspicions change, or another turn is isolated.
+        suspicions: Shared with the queues of other replicas; ``None`` for own ones.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class RequestQueue:
         changed: Callable[[], None],
         crash_limit: CrashLimit,
         remember: Callable[[SuspectedTurns], None],
+        suspicions: dict[str, Suspicion] | None = None,
     ) -> None:
         self._call_soon = call_soon
         self._changed = changed
@@ -145,7 +147,7 @@ class RequestQueue:
         self._in_flight: set[str] = set()
         self._aborted: set[str] = set()
         self._draining: set[str] = set()
-        self._detector = PoisonTurnDetector()
+        self._detector = PoisonTurnDetector(suspicions)
         self._held = False
         self._engine: EngineLink | None = None
         self._step_scheduled = False
@@ -186,8 +188,19 @@ class RequestQueue:
     def engine_is_busy(self) -> bool:
         return bool(self._in_flight or self._draining)
 
-    def add(self, turn: EngineTurn) -> bool:
+    @property
+    def isolates(self) -> bool:
+        """Whether a suspect runs alone, or is about to, while all others wait."""
+        return self._detector.isolated is not None
+
+    def is_suspect(self, turn_id: str) -> bool:
+        """Return whether a turn has to stay on its replica."""
+        return self._detector.confines(turn_id)
+
+    def add(self, turn: EngineTurn, *, accepted: bool = False) -> bool:
         """Keep a turn and give it to the engine if possible; return whether it waits for no engine.
+
+        One that is ``accepted`` comes from another replica: the engine may not refuse it for lack of room.
 
         Raises:
             InferenceCenterError: ``prompt_too_long``; ``rate_limited`` for a turn that has not begun, of a client whose
@@ -195,9 +208,18 @@ class RequestQueue:
         """
         if not turn.n_tokens:
             self._crash_limit.check(turn.client_id)
+        if accepted:
+            self._accepted.add(turn.turn_id)
+        if self._detector.suspicions and self._detector.join(turn.turn_id):
+            self._note_suspects()
+            self.schedule_step()
         may_run = self._engine is not None and self._engine.has_room and self._may_run(turn.turn_id)
-        if may_run and self._give(turn):
-            return True
+        try:
+            if may_run and self._give(turn):
+                return True
+        except BaseException:
+            self._accepted.discard(turn.turn_id)
+            raise
         self._turns[turn.turn_id] = turn
         self._waiting[turn.turn_id] = None
         return may_run
@@ -235,13 +257,32 @@ class RequestQueue:
         """
         for turn in [self._turns[turn_id] for turn_id in self._waiting]:
             if begun or not turn.n_tokens:
-                is_interrupted = self._to_notify.pop(turn.turn_id, None) is not None
-                self._recalled[turn.turn_id] = self._remove(turn.turn_id)
-                if is_interrupted:
-                    self._to_notify[turn.turn_id] = turn.on_engine_lost
+                self._recall(turn)
                 self._detector.forget(turn.turn_id)
         self._note_suspects()
         self.schedule_step()
+
+    def hand_off(self, *, suspects: bool) -> tuple[str, ...]:
+        """Recall the turns that no engine has, with the suspicions against them, for another replica of the model.
+
+        Those that may have crashed an engine stay unless all ``suspects`` have to leave.
+
+        Returns:
+            The turns that leave.
+        """
+        leaving = [turn_id for turn_id in self._waiting if suspects or not self._detector.confines(turn_id)]
+        for turn_id in leaving:
+            self._recall(self._turns[turn_id])
+            self._detector.leave(turn_id)
+        self._note_suspects()
+        self.schedule_step()
+        return tuple(leaving)
+
+    def _recall(self, turn: EngineTurn) -> None:
+        is_interrupted = self._to_notify.pop(turn.turn_id, None) is not None
+        self._recalled[turn.turn_id] = self._remove(turn.turn_id)
+        if is_interrupted:
+            self._to_notify[turn.turn_id] = turn.on_engine_lost
 
     def forget_recalled(self) -> None:
         """Leave the turns that are not resubmitted yet to the next daemon."""

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
         PromptSegment,
     )
     from inferencecenter.ipc.port import EngineTurn
-    from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns
+    from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns, Suspicion
     from inferencecenter.supervisor.process import EngineProcess
 
 _HOLDS_MEMORY: Final = (EngineState.STARTING, EngineState.READY, EngineState.BACKOFF, EngineState.SUSPENDING)
@@ -101,6 +101,7 @@ class Supervisor:
         pixels: Returns the pixels of an image by its digest, ``None`` if its file is gone.
         crash_limit: Counts deaths of engines by client, and decides whose turns are refused; ``None`` refuses none.
         suspicion_file: Stores the suspected turns for the next daemon; ``None`` stores nothing.
+        suspicions: The suspected turns, shared with other replicas of the model; ``None`` for own ones.
         lock_path: The lock by which the engine of a dead daemon is detected; ``None`` for no lock.
         jitter: Returns numbers from 0 to 1.
         monotonic: Monotonic clock in seconds.
@@ -118,6 +119,7 @@ class Supervisor:
         pixels: Callable[[str], Awaitable[bytes | None]] | None = None,
         crash_limit: CrashLimit | None = None,
         suspicion_file: PoisonTurnStore | None = None,
+        suspicions: dict[str, Suspicion] | None = None,
         lock_path: Path | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
@@ -143,6 +145,7 @@ class Supervisor:
             changed=self._watch,
             crash_limit=crash_limit or CrashLimit(max_deaths=0, window_s=0.0, monotonic=monotonic),
             remember=self._remember_suspects,
+            suspicions=suspicions,
         )
         self._tokenizer = TokenizerClient(call_later=call_later)
         self._demand = EngineDemand(has_turns=lambda: len(self._turns) + len(self._tokenizer) > 0, admit=admit)
@@ -232,6 +235,21 @@ class Supervisor:
     def has_turns(self) -> bool:
         """Whether there are turns that have not ended, with the engine or waiting for one."""
         return bool(self._turns)
+
+    @property
+    def n_turns(self) -> int:
+        """How many turns have not ended."""
+        return len(self._turns)
+
+    @property
+    def slots(self) -> int:
+        """How many turns an engine runs at once."""
+        return self._model.slots if self._model else self._options.slots
+
+    @property
+    def isolates(self) -> bool:
+        """Whether a suspected turn runs alone, or is about to, while all others wait."""
+        return self._turns.isolates
 
     @property
     def clients(self) -> frozenset[str]:
@@ -329,6 +347,16 @@ class Supervisor:
         self._turns.recall(begun=begun)
         self._watch()
 
+    def hand_off(self, *, suspects: bool) -> tuple[str, ...]:
+        """Have the turns that no engine has resubmitted to another replica; see ``RequestQueue.hand_off``."""
+        leaving = self._turns.hand_off(suspects=suspects)
+        self._watch()
+        return leaving
+
+    def is_suspect(self, turn_id: str) -> bool:
+        """Return whether a turn has to stay on its replica; see ``PoisonTurnDetector.confines``."""
+        return self._turns.is_suspect(turn_id)
+
     async def retire(self) -> None:
         """Stop permanently once there are no turns and the recalled ones are resubmitted."""
         await self._until(lambda: not self._turns.notifying)
@@ -363,19 +391,18 @@ class Supervisor:
         await self._tasks.cancel()
         self._change(EngineChange.ENDED)
 
-    def submit(self, turn: EngineTurn) -> int:
-        """Submit a turn; see ``EnginePort``.
+    def submit(self, turn: EngineTurn, *, accepted: bool = False) -> int:
+        """Submit a turn; see ``EnginePort``. One of another replica is ``accepted`` however many wait.
 
         Raises:
             InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, ``rate_limited``, or what
                 the turn raises.
         """
         self._on_demand()
-        slots = self._model.slots if self._model else self._options.slots
-        position = max(0, len(self._turns) + 1 - slots)
-        if position > self._options.max_queue:
+        position = max(0, len(self._turns) + 1 - self.slots)
+        if position > self._options.max_queue and not accepted:
             raise queue_full(self._options.max_queue)
-        is_submitted = self._turns.add(turn)
+        is_submitted = self._turns.add(turn, accepted=accepted)
         self._users.add(turn.client_id)
         self._watch()
         return position if is_submitted else max(1, position)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from prometheus_client import Gauge
 
@@ -25,6 +25,9 @@ _TURN_BOUNDS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _MOVE_BOUNDS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
 _MOVE_KINDS: Final = ("park", "restore", "copy")
 _SOURCES: Final = ("slot", "neighbour", "parked", "prefix", "computed")  # codespell:ignore neighbour
+
+PlacementKind: TypeAlias = Literal["new", "kv", "moved", "lost"]
+"""How a turn was placed: without a session's KV, at the KV, elsewhere although there is KV, or after its loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,29 @@ class EngineMetrics:
         self.slots = self._gauge("slots", "Maximum number of turns that run at once.", "model")
         self.running_turns = self._gauge("running_turns", "Turns with a slot.", "model")
         self.waiting_turns = self._gauge("waiting_turns", "Turns waiting for a slot.", "model")
+        self.replica_state = self._gauge(
+            "replica_state",
+            "1 for the current state of each replica of a model with several.",
+            "model",
+            "replica",
+            "state",
+        )
+        self.replica_running_turns = self._gauge(
+            "replica_running_turns", "Turns with a slot of a replica.", "model", "replica"
+        )
+        self.replica_waiting_turns = self._gauge(
+            "replica_waiting_turns", "Turns that wait for a slot of a replica.", "model", "replica"
+        )
+        self.replica_restarts = registry.counter(
+            "replica_restarts", "Restarts of a replica's engine process after a loss.", "model", "replica"
+        )
+        self.placed_turns = registry.counter(
+            "placed_turns",
+            "Turns submitted to a replica: of a session without KV (new), to the replica with its KV (kv), to another "
+            "one where they run sooner (moved), or after the KV was lost (lost).",
+            "model",
+            "kind",
+        )
 
     def _declare_steps(self, registry: MetricRegistry) -> None:
         self.tokens = registry.counter("generated_tokens", "Generated tokens.", "model")
@@ -162,6 +188,15 @@ class EngineMetrics:
             sources={source: self.prompt_tokens.labels(model, source) for source in _SOURCES},
             moves={kind: self.kv_move_s.labels(model, kind) for kind in _MOVE_KINDS},
         )
+
+    def placement_counter(self, model: str) -> Callable[[PlacementKind], None]:
+        """Return a function that counts how a turn of a model with replicas was placed."""
+        counts = {kind: self.placed_turns.labels(label_text(model), kind) for kind in get_args(PlacementKind)}
+
+        def count(kind: PlacementKind) -> None:
+            counts[kind].value += 1
+
+        return count
 
     def clear(self) -> None:
         """Drop the gauges: a model that is gone has no state."""

@@ -308,6 +308,7 @@ def test_entry_overrides_engine_settings(folder: Path) -> None:
                     "kv_type_v": "q4_0",
                     "speculative": "lookup",
                     "keep_alive_s": 60,
+                    "replicas": 3,
                     "params": {"temperature": 0.1},
                     "lora": [{"path": "/m/lora.gguf", "scale": 0.5}],
                 },
@@ -325,6 +326,7 @@ def test_entry_overrides_engine_settings(folder: Path) -> None:
     assert (spec.path, spec.params) == (Path("/m/phi.gguf"), {"temperature": 0.1})
     assert spec.lora == (LoraSettings(path=Path("/m/lora.gguf"), scale=0.5),)
     assert (plain.engine, plain.params, plain.lora) == (settings.engine, {}, ())
+    assert (spec.replicas, plain.replicas) == (3, 1)
 
 
 def test_draft_model_is_a_model_or_a_file(folder: Path, tmp_path: Path) -> None:

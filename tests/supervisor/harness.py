@@ -21,7 +21,7 @@ from inferencecenter.ipc.messages import (
     TokenDelta,
     TurnEvent,
 )
-from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.ipc.port import EngineState, EngineStatus, SessionKv
 from inferencecenter.protocol.params import Params, encode
 from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -83,6 +83,11 @@ class RecordingTurn:
     def n_tokens(self) -> int:
         """The number of generated tokens."""
         return len(self.tokens) // 4
+
+    @property
+    def session_kv(self) -> SessionKv:
+        """The KV of its session."""
+        return SessionKv(self.order.session_id, len(self.order.tokens) // 4 + self.n_tokens)
 
     def submission(self, then: Callable[[], None]) -> Submit | None:
         """Return the rest of the turn."""

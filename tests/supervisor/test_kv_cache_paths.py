@@ -119,6 +119,20 @@ def test_models_have_separate_directories(tmp_path: Path, free_mib: list[int]) -
     assert len({own.ram_dir, *(kv_cache_paths(chosen, tmp_path, other).ram_dir for other in others)}) == 5
 
 
+def test_replicas_have_directories_of_their_own(tmp_path: Path, free_mib: list[int]) -> None:
+    """The first has those of the model alone, they divide its budgets, and those of removed replicas are deleted."""
+    chosen, several = settings(tmp_path), replace(SPEC, replicas=3)
+    alone = kv_cache_paths(chosen, tmp_path, SPEC)
+    places = [kv_cache_paths(chosen, tmp_path, several, replica=index) for index in range(3)]
+    assert (places[0].ram_dir, places[0].disk_dir) == (alone.ram_dir, alone.disk_dir)
+    assert len({each.ram_dir for each in places}) == len({each.disk_dir for each in places}) == 3
+    assert {(each.ram_bytes, each.disk_bytes) for each in places} == {(alone.ram_bytes // 3, alone.disk_bytes // 3)}
+    for each in places:
+        each.disk_dir.mkdir(parents=True)
+    remove_stale_caches(chosen, tmp_path, [replace(SPEC, replicas=2)])
+    assert [each.disk_dir.exists() for each in places] == [True, True, False]
+
+
 def test_kv_of_removed_models_is_deleted(tmp_path: Path, free_mib: list[int]) -> None:
     """It is deleted in RAM and on disk; a model that still exists keeps its files."""
     chosen, gone = settings(tmp_path), replace(SPEC, name="gone")

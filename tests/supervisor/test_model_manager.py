@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.protocol.events import Swap
+    from inferencecenter.supervisor.model_manager import ModelEngine
     from inferencecenter.supervisor.planning import Planner
 
 
@@ -130,7 +131,7 @@ class ManagerHarness:
         self.swaps.append(swap)
         self.news.set()
 
-    def watch(self, supervisor: Supervisor) -> Supervisor:
+    def watch(self, supervisor: ModelEngine) -> ModelEngine:
         """Observe an engine whose entry has changed."""
         supervisor.subscribe(lambda _: self.news.set())
         return supervisor

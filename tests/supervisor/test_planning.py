@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +24,7 @@ from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import BufferUse
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.engine_status import with_fewer_layers
-from inferencecenter.supervisor.planning import Planner, read_shape
+from inferencecenter.supervisor.planning import Planner, ReplicaShare, read_shape
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.engine.llama.tiny_projectors import write_projector
 from tests.supervisor.stub_engine import MODEL
@@ -49,16 +50,31 @@ class Machine:
         self.asked.append(tuple(rpc_servers))
         return self.devices
 
-    def planner(self, folder: Path, *, gpu: dict[str, Any] | None = None, **engine: Any) -> Planner:
+    def planner(
+        self, folder: Path, *, gpu: dict[str, Any] | None = None, share: ReplicaShare | None = None, **engine: Any
+    ) -> Planner:
         """Return a planner for this machine that keeps its corrections in a directory."""
         return Planner(
             engine=EngineSettings(**engine),
             gpu=GpuSettings(**gpu or {}),
             calibration=VramCalibration(folder / "plan.json"),
+            share=share,
             devices=self.find,
             host=lambda: Host(available_bytes=self.available_bytes, cores=4),
             used_bytes=lambda _index, pid: self.used.get(pid),
         )
+
+    def replicas(self, folder: Path, count: int, *, loaded: list[Planner], **fields: Any) -> list[Planner]:
+        """Return the planners of the replicas of a model, of which some are loaded."""
+        made: list[Planner] = []
+
+        def siblings(index: int) -> list[Planner]:
+            return [each for each in loaded if each is not made[index]]
+
+        for index in range(count):
+            share = ReplicaShare(index, count, siblings=partial(siblings, index))
+            made.append(self.planner(folder, share=share, **fields))
+        return made
 
 
 @pytest.fixture(scope="module")
@@ -407,6 +423,64 @@ def test_fit_beside_other_models(tmp_path: Path, options: EngineOptions) -> None
     assert second.fits_beside([first], options)
     machine.available_bytes = 4 * GIB
     assert not second.fits_beside([first], options)
+
+
+def test_replicas_have_gpus_of_their_own(tmp_path: Path, options: EngineOptions) -> None:
+    """Each has whole ones if there are as many GPUs as replicas; what is left over goes to one of them."""
+    cards = tuple(replace(CARD, id=f"0000:0{number}:00.0", index=number, free_bytes=24 * GIB) for number in range(3))
+    cards = tuple(replace(card, total_bytes=24 * GIB) for card in cards)
+    pair = Machine(devices=cards).replicas(tmp_path, 2, loaded=[])
+    assert pair[0].first(options).devices == (cards[0].id,)
+    second = pair[1].first(options)
+    assert set(second.devices) <= {cards[1].id, cards[2].id}
+    assert second.n_threads == 2
+
+
+@pytest.mark.parametrize("gpu", [{}, {"main_gpu": 0}, {"tensor_split": (1.0,)}])
+def test_replicas_divide_the_memory_of_a_gpu(tmp_path: Path, options: EngineOptions, gpu: dict[str, Any]) -> None:
+    """A half for each, before the other is loaded and after; settings that name GPUs hold for all replicas."""
+    card = replace(CARD, free_bytes=24 * GIB, total_bytes=24 * GIB)
+    machine, loaded = Machine(devices=(card,)), list[Planner]()
+    pair = machine.replicas(tmp_path, 2, loaded=loaded, gpu=gpu)
+    first = pair[0].first(options)
+    assert pair[0].placement is not None
+    used_bytes = pair[0].placement.demand.devices[0].bytes
+    assert used_bytes <= 12 * GIB
+    loaded.append(pair[0])
+    machine.devices = (replace(card, free_bytes=card.free_bytes - used_bytes),)
+    assert pair[1].fits_beside([], options)
+    assert pair[1].first(options) == first
+    assert pair[1].placement is not None
+    assert pair[1].placement.demand.devices[0].bytes <= machine.devices[0].free_bytes
+
+
+def test_replicas_on_processors_divide_cores_and_memory(tmp_path: Path, options: EngineOptions) -> None:
+    """Two engines with all cores each would be slower together than one."""
+    machine = Machine(devices=(), available_bytes=32 * GIB)
+    pair = machine.replicas(tmp_path, 2, loaded=[])
+    planned = [each.first(options) for each in pair]
+    assert [each.n_threads for each in planned] == [2, 2]
+    alone = machine.planner(tmp_path).first(options)
+    assert alone.n_threads == 0
+    machine.available_bytes = 12 * GIB
+    assert machine.planner(tmp_path).fits_beside([], options)
+    with pytest.raises(InferenceCenterError):
+        machine.replicas(tmp_path, 4, loaded=[])[0].fits_beside([], options)
+
+
+async def test_shared_gpu_is_measured_by_the_driver_or_llama_cpp(tmp_path: Path, options: EngineOptions) -> None:
+    """The change of free memory says nothing where another replica uses the GPU too."""
+    machine = Machine(devices=(replace(CARD, free_bytes=24 * GIB, total_bytes=24 * GIB),))
+    pair = machine.replicas(tmp_path, 2, loaded=[])
+    for each in pair:
+        each.first(options)
+    machine.devices = (CARD,)
+    pair[0].compare(replace_model(()), 1)
+    assert pair[0].report is not None
+    assert pair[0].report.devices[0].used_bytes is None
+    machine.used = {1: pair[0].placement.demand.devices[0].bytes if pair[0].placement else 0}
+    pair[0].compare(replace_model(()), 1)
+    assert pair[0].report.devices[0].used_bytes == machine.used[1]
 
 
 def test_model_that_fits_nowhere_is_refused(tmp_path: Path, options: EngineOptions) -> None:

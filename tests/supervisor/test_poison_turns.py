@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.supervisor.poison_turns import PROVEN_TOKENS, PoisonTurnDetector
+from inferencecenter.supervisor.poison_turns import (
+    PROVEN_TOKENS,
+    PoisonTurnDetector,
+    PoisonTurnStore,
+    SuspectedTurns,
+    Suspicion,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NAMES = st.sampled_from("abcde")
 NAMED = st.dictionaries(NAMES, st.integers(0, 100), max_size=5)
@@ -69,6 +80,44 @@ def test_ended_turn_is_dropped() -> None:
     suspects.forget("unknown")
     assert suspects.isolated == "b"
     assert not suspects.clears("unknown", 1000)
+
+
+def test_replicas_share_suspicions_and_isolate_their_own_turns() -> None:
+    """A turn that moves takes its suspicion along, and is isolated where it is when it is named a second time."""
+    shared: dict[str, Suspicion] = {}
+    first, second = PoisonTurnDetector(shared), PoisonTurnDetector(shared)
+    first.lost({"a": 0}, from_outside=True)
+    assert not first.confines("a")
+    first.leave("a")
+    assert second.join("a")
+    assert not second.join("unknown")
+    second.lost({"a": 0}, from_outside=True)
+    assert (first.isolated, second.isolated) == (None, "a")
+    assert second.confines("a")
+    second.leave("a")
+    assert second.isolated is None
+    assert first.join("a")
+    assert first.lost({"a": 0}) == "a"
+    assert (shared, first.isolated) == ({}, None)
+
+
+def test_turn_that_may_have_crashed_an_engine_is_confined() -> None:
+    """One kill from outside says nothing about its turns; a crash does, and is not forgotten."""
+    suspects = PoisonTurnDetector()
+    suspects.lost({"killed": 0}, from_outside=True)
+    suspects.lost({"crashed": 0})
+    suspects.restore("earlier", times=1, n_tokens=0)
+    assert [suspects.confines(each) for each in ("killed", "crashed", "earlier", "other")] == [False, True, True, False]
+
+
+def test_store_keeps_the_isolated_turn_of_another_replica(tmp_path: Path) -> None:
+    """It stays until it is suspected no longer."""
+    store = PoisonTurnStore(tmp_path / "suspects.json")
+    store.put("model", SuspectedTurns({"a": 2}, {"a": 0}, "a"))
+    store.put("model", SuspectedTurns({"a": 2, "b": 1}, {"a": 0, "b": 0}))
+    assert PoisonTurnStore(tmp_path / "suspects.json").of("model").alone == "a"
+    store.put("model", SuspectedTurns({"b": 1}, {"b": 0}))
+    assert store.of("model").alone is None
 
 
 def test_suspects_are_listed() -> None:

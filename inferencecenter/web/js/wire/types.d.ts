@@ -543,6 +543,8 @@ export interface ModelSummary {
   load_fraction?: number;
   /** Whether it takes images. */
   vision: boolean;
+  /** Its engines, if it has several; `slots` are those of all. */
+  replicas?: ReplicaSummary[];
 }
 
 /** A value chosen by a plan, and why. */
@@ -615,6 +617,20 @@ export interface PullSummary {
   total_bytes: number;
   /** Why it failed, as text. */
   detail: string;
+}
+
+/** One of several engines of a model. */
+export interface ReplicaSummary {
+  /** Its state. */
+  state: "loading" | "loaded" | "asleep" | "failed";
+  /** Why it was lost or could not be loaded, as text. */
+  detail: string;
+  /** Turns with a slot. */
+  running: number;
+  /** Turns that wait for a slot. */
+  waiting: number;
+  /** Restarts after a loss. */
+  restarts: number;
 }
 
 /** Limits that apply to every client. */

@@ -1,0 +1,460 @@
+"""The replicas of a model: several engines that serve one queue of sessions.
+
+A replica is a supervisor with its engine, its request queue and its parked KV. Within it everything is as for a model
+with one engine; this module decides which replica a turn goes to (``replica_placement``), and moves turns.
+
+When an engine is lost, its turns go to another replica that is ready, without waiting for the restart: they are
+recalled and submitted again, with what they have generated, as after any loss. Those that may have crashed it stay:
+they wait for their replica's next engine, and the others are safe from them (``poison_turns``). If the engine is not
+started again they leave too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.supervisor.engine_status import StatusListeners
+from inferencecenter.supervisor.replica_placement import (
+    ASSUMED_HELD_S,
+    ASSUMED_LOAD_S,
+    ASSUMED_PREFILL_TOKEN_S,
+    ReplicaLoad,
+    ReplicaRates,
+    choose_replica,
+)
+from inferencecenter.supervisor.request_queue import queue_full
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from inferencecenter.core.errors import InferenceCenterError
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import (
+        Detokenized,
+        ModelInfo,
+        PromptSegment,
+        Tokenized,
+        TokensCounted,
+    )
+    from inferencecenter.ipc.port import EngineTurn, SessionKv
+    from inferencecenter.supervisor.planning import Planner
+    from inferencecenter.supervisor.supervisor import Supervisor
+    from inferencecenter.telemetry.engine_metrics import PlacementKind
+
+_MOST_SESSIONS: Final = 100_000
+"""Sessions whose replica is remembered; those that ran longest ago are placed as new ones."""
+_USABLE: Final = (EngineState.READY, EngineState.STARTING, EngineState.SUSPENDING, EngineState.ASLEEP)
+_BY_USE: Final = (
+    EngineState.READY,
+    EngineState.STARTING,
+    EngineState.SUSPENDING,
+    EngineState.ASLEEP,
+    EngineState.BACKOFF,
+    EngineState.DRAINING,
+    EngineState.FAILED,
+    EngineState.STOPPED,
+)
+"""The states, most usable first."""
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine of a model. ``losses`` counts its engines that were lost, and with them their KV."""
+
+    supervisor: Supervisor
+    planner: Planner
+    rates: ReplicaRates = field(default_factory=ReplicaRates)
+    losses: int = 0
+    starting_since_s: float | None = None
+
+    @property
+    def state(self) -> EngineState:
+        return self.supervisor.status.state
+
+
+def loaded_siblings(replicas: Sequence[Replica], index: int) -> list[Planner]:
+    """Return the planners of the other replicas that are loaded."""
+    return [
+        each.planner for position, each in enumerate(replicas) if position != index and each.state is EngineState.READY
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _KvHolder:
+    """The replica that ran a session's last turn, and its losses then."""
+
+    index: int
+    losses: int
+
+
+class ReplicaSet:
+    """Implements ``ipc.port.EnginePort`` and ``model_cache.ResidentModel`` for a model with several replicas.
+
+    Until it is started the first replica keeps all turns, so that suspicions of an earlier daemon find them.
+
+    Args:
+        replicas: The replicas, all of the same model.
+        placed: Called with how each turn was placed.
+        monotonic: Monotonic clock in seconds.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        placed: Callable[[PlacementKind], None] = lambda _: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replicas = tuple(replicas)
+        self._placed = placed
+        self._monotonic = monotonic
+        self._listeners = StatusListeners()
+        self._holders: OrderedDict[str, _KvHolder] = OrderedDict()
+        # Turns on their way from one replica to another.
+        self._moving: set[str] = set()
+        self._started = False
+        self._model: ModelInfo | None = None
+        self._model_key: tuple[ModelInfo, ...] = ()
+        for each in self.replicas:
+            each.supervisor.subscribe(partial(self._on_status, each))
+
+    def __repr__(self) -> str:
+        states = ", ".join(each.state.value for each in self.replicas)
+        return f"{type(self).__name__}({self.name!r}, {states})"
+
+    # State.
+
+    @property
+    def supervisors(self) -> tuple[Supervisor, ...]:
+        """The supervisors of all replicas."""
+        return tuple(each.supervisor for each in self.replicas)
+
+    @property
+    def status(self) -> EngineStatus:
+        """The status of all replicas together; see ``EngineStatus``."""
+        each = tuple(replica.supervisor.status for replica in self.replicas)
+        first = min(each, key=lambda status: _BY_USE.index(status.state))
+        return replace(
+            first,
+            model=self.model,
+            restarts=sum(status.restarts for status in each),
+            running=sum(status.running for status in each),
+            waiting=sum(status.waiting for status in each),
+            rss_bytes=sum(status.rss_bytes for status in each),
+            parked_sessions=sum(status.parked_sessions for status in each),
+            parked_bytes=sum(status.parked_bytes for status in each),
+            parked_ram_bytes=sum(status.parked_ram_bytes for status in each),
+            replicas=each,
+        )
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model, with the slots of the replicas that have not failed and the shortest of their contexts."""
+        working = [each.supervisor for each in self.replicas if each.state is not EngineState.FAILED]
+        loaded = tuple(model for each in working or self.supervisors if (model := each.model) is not None)
+        if loaded != self._model_key or self._model is None:
+            self._model_key = loaded
+            self._model = (
+                msgspec.structs.replace(
+                    loaded[0],
+                    slots=sum(model.slots for model in loaded),
+                    n_ctx=min(model.n_ctx for model in loaded),
+                )
+                if loaded
+                else None
+            )
+        return self._model
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.replicas[0].supervisor.name
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options of the first replica's engine."""
+        return self.replicas[0].supervisor.options
+
+    @property
+    def load_failure(self) -> InferenceCenterError | None:
+        """Why the model could not be loaded, when that is final for all replicas."""
+        failures = [each.load_failure for each in self.supervisors]
+        return failures[0] if all(failure is not None for failure in failures) else None
+
+    @property
+    def given_up(self) -> bool:
+        """Whether no engine is started again, one or all because they were lost too often."""
+        final = [each.given_up or each.load_failure is not None for each in self.supervisors]
+        return all(final) and any(each.given_up for each in self.supervisors)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is work for a replica that is not loaded."""
+        return any(each.wanted for each in self.supervisors if not each.holds_memory)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether there are turns that have not ended."""
+        return any(each.has_turns for each in self.supervisors)
+
+    @property
+    def clients(self) -> frozenset[str]:
+        """The clients whose turns have not ended, and those that requested an engine that is not ready."""
+        return frozenset[str]().union(*(each.clients for each in self.supervisors))
+
+    @property
+    def users(self) -> frozenset[str]:
+        """The clients whose turns the engines have had; see ``Supervisor``."""
+        return frozenset[str]().union(*(each.users for each in self.supervisors))
+
+    @property
+    def loads(self) -> int:
+        """How often an engine got ready."""
+        return sum(each.loads for each in self.supervisors)
+
+    @property
+    def loaded_at_s(self) -> float | None:
+        """When the first of the loaded engines got ready; see ``Supervisor``."""
+        return min((at_s for each in self.supervisors if (at_s := each.loaded_at_s) is not None), default=None)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether an operator has requested the engines."""
+        return any(each.is_urgent for each in self.supervisors)
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether there is an engine, or one is about to be started."""
+        return any(each.holds_memory for each in self.supervisors)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an engine has turns."""
+        return any(each.busy for each in self.supervisors)
+
+    @property
+    def last_used_s(self) -> float:
+        """When a replica was last used, in monotonic seconds."""
+        return max(each.last_used_s for each in self.supervisors)
+
+    def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
+        """Call ``listener`` when the state of a replica changes, and at each tenth of its load progress."""
+        self._listeners.add(listener)
+
+    # The model cache and the model manager.
+
+    def start(self, *, asleep: bool = False, after_crash: bool = False) -> None:
+        """Start all engines, or leave them ``asleep``; see ``Supervisor``."""
+        for each in self.supervisors:
+            each.start(asleep=asleep, after_crash=after_crash)
+        self._started = True
+        self._holders.clear()  # no engine of this daemon has run a turn
+        self._hand_off(self.replicas[0], suspects=False)
+
+    def inherit(self, model: ModelInfo | None) -> None:
+        """Take over a failed set's knowledge of the model; see ``Supervisor``."""
+        slots = 0 if model is None else max(1, model.slots // len(self.replicas))
+        for each in self.supervisors:
+            each.inherit(None if model is None else msgspec.structs.replace(model, slots=slots))
+
+    def wake(self, caller: str = "", *, urgent: bool = False) -> None:
+        """Start all engines that sleep."""
+        for each in self.supervisors:
+            each.wake(caller, urgent=urgent)
+
+    def delay(self, seconds: float) -> None:
+        """Notify the waiting turns how long they have to wait at least."""
+        for each in self.supervisors:
+            each.delay(seconds)
+
+    async def evict(self, *, interrupts: bool = True) -> None:
+        """End all engines; see ``Supervisor``."""
+        await asyncio.gather(*(each.evict(interrupts=interrupts) for each in self.supervisors))
+
+    def pause(self, *, paused: bool) -> None:
+        """While ``paused``, start no engine for waiting turns."""
+        for each in self.supervisors:
+            each.pause(paused=paused)
+
+    def recall(self, *, begun: bool = False) -> None:
+        """Have the turns that no engine has resubmitted to their models' engines; see ``Supervisor``."""
+        for each in self.supervisors:
+            each.recall(begun=begun)
+
+    async def retire(self) -> None:
+        """Stop permanently once there are no turns; see ``Supervisor``."""
+        await asyncio.gather(*(each.retire() for each in self.supervisors))
+
+    async def stop(self) -> None:
+        """End all engines for good; see ``Supervisor``."""
+        self._started = False
+        await asyncio.gather(*(each.stop() for each in self.supervisors))
+
+    # The engine port.
+
+    def submit(self, turn: EngineTurn) -> int:
+        """Submit a turn to a replica; its position is one in the queue of that replica.
+
+        Raises:
+            InferenceCenterError: See ``Supervisor.submit``; ``engine.max_queue`` limits the waiting turns of all
+                replicas together.
+        """
+        index, kind = self._place(turn)
+        chosen = self.replicas[index]
+        is_moved = turn.turn_id in self._moving
+        if not is_moved and chosen.supervisor.n_turns >= chosen.supervisor.slots:
+            waiting = sum(max(0, each.n_turns - each.slots) for each in self.supervisors)
+            if waiting >= self.options.max_queue:
+                raise queue_full(self.options.max_queue)
+        self._moving.discard(turn.turn_id)
+        position = chosen.supervisor.submit(turn, accepted=is_moved)
+        if (kv := turn.session_kv) is not None:
+            self._holders[kv.session_id] = _KvHolder(index, chosen.losses)
+            self._holders.move_to_end(kv.session_id)
+            if len(self._holders) > _MOST_SESSIONS:
+                self._holders.popitem(last=False)
+        self._placed(kind)
+        return position
+
+    def abort(self, turn_id: str) -> None:
+        """Request the turn's end; replicas that do not have it ignore that."""
+        self._moving.discard(turn_id)
+        for each in self.supervisors:
+            each.abort(turn_id)
+
+    def release(self, session_id: str) -> None:
+        """Have the engines drop a session's KV: it may have run on several."""
+        self._holders.pop(session_id, None)
+        for each in self.supervisors:
+            each.release(session_id)
+
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
+        """Request the tokens of a text; see ``EnginePort``."""
+        return self._least_loaded().tokenize(pieces, first=first, client_id=client_id)
+
+    def count_tokens(
+        self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str
+    ) -> asyncio.Future[TokensCounted]:
+        """Request the number of tokens of a text; see ``EnginePort``."""
+        return self._least_loaded().count_tokens(pieces, first=first, client_id=client_id)
+
+    def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
+        """Request the text of tokens; see ``EnginePort``."""
+        return self._least_loaded().detokenize(tokens, client_id=client_id)
+
+    # Placement.
+
+    def _least_loaded(self) -> Supervisor:
+        usable = self._usable()
+        loads = [self._load(self.replicas[index]) for index in usable]
+        return self.replicas[usable[choose_replica(loads)]].supervisor
+
+    def _place(self, turn: EngineTurn) -> tuple[int, PlacementKind]:
+        """Return the replica for a turn and why."""
+        kv = turn.session_kv
+        holder = None if kv is None else self._holder(kv)
+        if holder is not None and self.replicas[holder.index].supervisor.is_suspect(turn.turn_id):
+            return holder.index, "kv"  # it shifts its context, and would crash the others too
+        usable = self._usable()
+        last = usable.index(holder.index) if holder is not None and holder.index in usable else None
+        holds = last if holder is not None and holder.losses == self.replicas[holder.index].losses else None
+        index = usable[
+            choose_replica(
+                [self._load(self.replicas[each]) for each in usable],
+                holder=holds,
+                n_tokens=kv.n_tokens if kv is not None else 0,
+                preferred=last,
+            )
+        ]
+        if holder is None:
+            return index, "new"
+        if holder.losses != self.replicas[holder.index].losses or last is None:
+            return index, "lost"
+        return index, "kv" if index == holder.index else "moved"
+
+    def _holder(self, kv: SessionKv) -> _KvHolder | None:
+        holder = self._holders.get(kv.session_id)
+        return holder if holder is not None or kv.forked_from is None else self._holders.get(kv.forked_from)
+
+    def _usable(self) -> Sequence[int]:
+        """Return the replicas to choose from: those that serve, else those that will, else the first.
+
+        One that isolates a suspect serves no other turn.
+        """
+        if not self._started:
+            return (0,)
+        numbered = list(enumerate(self.replicas))
+        serving = [i for i, each in numbered if each.state in _USABLE and not each.supervisor.isolates]
+        return (
+            serving
+            or [i for i, each in numbered if each.state in (*_USABLE, EngineState.BACKOFF)]
+            or [i for i, each in numbered if each.state is EngineState.FAILED]
+            or (0,)
+        )
+
+    def _load(self, replica: Replica) -> ReplicaLoad:
+        own, supervisor = replica.rates, replica.supervisor
+        load_s = self._measured(lambda rates: rates.load_s) or ASSUMED_LOAD_S
+        match replica.state:
+            case EngineState.READY:
+                startup_s = 0.0
+            case EngineState.STARTING:
+                startup_s = load_s * (1 - supervisor.status.load_fraction)
+            case _:
+                startup_s = load_s
+        return ReplicaLoad(
+            turns=supervisor.n_turns,
+            slots=supervisor.slots,
+            startup_s=startup_s,
+            held_s=own.held_s or self._measured(lambda rates: rates.held_s) or ASSUMED_HELD_S,
+            prefill_token_s=own.prefill_token_s
+            or self._measured(lambda rates: rates.prefill_token_s)
+            or ASSUMED_PREFILL_TOKEN_S,
+        )
+
+    def _measured(self, rate: Callable[[ReplicaRates], float | None]) -> float | None:
+        """Return the rate of the first replica that has one."""
+        return next((value for each in self.replicas if (value := rate(each.rates))), None)
+
+    # Loss.
+
+    def _on_status(self, replica: Replica, status: EngineStatus) -> None:
+        match status.state:
+            case EngineState.STARTING if replica.starting_since_s is None:
+                replica.starting_since_s = self._monotonic()
+            case EngineState.READY:
+                self._on_ready(replica)
+            case EngineState.BACKOFF | EngineState.FAILED:
+                replica.losses += 1
+                replica.starting_since_s = None
+                self._on_lost(replica)
+            case EngineState.SUSPENDING | EngineState.ASLEEP | EngineState.DRAINING | EngineState.STOPPED:
+                replica.starting_since_s = None
+        self._listeners.notify(self.status)
+
+    def _on_ready(self, replica: Replica) -> None:
+        if replica.starting_since_s is not None:
+            replica.rates.loaded(self._monotonic() - replica.starting_since_s)
+            replica.starting_since_s = None
+        if self._started and not replica.supervisor.isolates:
+            for each in self.replicas:
+                if each is not replica and (each.state is EngineState.BACKOFF or each.supervisor.isolates):
+                    self._hand_off(each, suspects=False)
+
+    def _on_lost(self, replica: Replica) -> None:
+        """Move the turns of a lost replica: at once if another is ready, and in any case if it gets no engine."""
+        has_failed = replica.state is EngineState.FAILED
+        takes_over = (*_USABLE, EngineState.BACKOFF) if has_failed else (EngineState.READY,)
+        if self._started and any(each.state in takes_over for each in self.replicas if each is not replica):
+            self._hand_off(replica, suspects=has_failed)
+
+    def _hand_off(self, replica: Replica, *, suspects: bool) -> None:
+        self._moving.update(replica.supervisor.hand_off(suspects=suspects))
