@@ -15,6 +15,7 @@ import importlib.util
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from contextlib import AsyncExitStack, ExitStack, aclosing
@@ -45,9 +46,10 @@ from inferencecenter.protocol.values import Value
 from inferencecenter.reload import ConfigReloader
 from inferencecenter.server.context import ServerContext, no_sessions, no_usage, no_usage_page
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
-from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, bind_ollama, inherited_sockets
+from inferencecenter.server.listener import BACKLOG, CLOSING_S, Listener, address, bind, bind_ollama, inherited_sockets
 from inferencecenter.server.load_history import HISTORY_FILE, LoadHistory, recording
 from inferencecenter.server.tls import Certificate
+from inferencecenter.server.unix_socket import unix_accounts, unix_socket
 from inferencecenter.sessions.context import parse_config_params
 from inferencecenter.sessions.images.library import ImageLibrary
 from inferencecenter.sessions.images.store import IMAGES_NAME, ImageFile
@@ -82,9 +84,8 @@ from inferencecenter.telemetry.metrics import DaemonMetrics
 from inferencecenter.telemetry.traces import open_traces
 
 if TYPE_CHECKING:
-    import socket
     import ssl
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from inferencecenter.auth.authentication import ExternalAuthProvider
@@ -303,6 +304,7 @@ class Announcement:
     address: str
     admin_token: str | None
     model: str
+    unix_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +312,7 @@ class _Prepared:
     """What is opened before the event loop runs.
 
     Without ``store`` sessions end with the daemon; without ``traces`` no turn is traced. ``ollama`` are the sockets for
-    its clients, which have no TLS.
+    its clients, which have no TLS. ``unix_accounts`` are the accounts of users of the Unix socket, by user id.
     """
 
     accounts: Accounts
@@ -319,6 +321,7 @@ class _Prepared:
     config_params: Params
     registry: Registry
     sockets: list[socket.socket]
+    unix_accounts: Mapping[int, str]
     ollama: list[socket.socket]
     certificate: Certificate | None
     traces: Traces | None
@@ -350,9 +353,14 @@ def serve(
     with ExitStack() as held:
         held.enter_context(_exclusive_state_dir(settings.state_dir))
         server = settings.server
-        sockets = inherited_sockets(os.environ, pid=os.getpid()) or bind(server.host, server.port)
-        for listening in sockets:
+        inherited = inherited_sockets(os.environ, pid=os.getpid())
+        unix = [each for each in inherited if each.family == socket.AF_UNIX]
+        sockets = [each for each in inherited if each not in unix] or bind(server.host, server.port)
+        for listening in (*sockets, *unix):
             held.callback(listening.close)
+        if server.unix_socket is not None and str(server.unix_socket) not in [each.getsockname() for each in unix]:
+            mode = int(server.unix_socket_mode, 8)
+            unix.append(held.enter_context(unix_socket(server.unix_socket, mode=mode, backlog=BACKLOG)))
         ollama = bind_ollama() if server.ollama else []
         for listening in ollama:
             held.callback(listening.close)
@@ -380,7 +388,8 @@ def serve(
             images=images,
             config_params=config_params,
             registry=registry,
-            sockets=[*sockets, *ollama],
+            sockets=[*sockets, *ollama, *unix],
+            unix_accounts=unix_accounts(settings.auth.unix_users) if unix else {},
             ollama=ollama,
             certificate=certificate,
             traces=traces,
@@ -388,6 +397,7 @@ def serve(
         )
         announcement = Announcement(
             address=address(sockets, server),
+            unix_paths=tuple(each.getsockname() for each in unix),
             admin_token=ensure_admin(accounts, settings.state_dir),
             model=registry.default,
         )
@@ -477,6 +487,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         read_sessions=session_reader(settings),
         purge=lambda kind, name: _purge(kind, name, sessions, store),
         external=external_auth(settings),
+        unix_accounts=prepared.unix_accounts,
         mcp=mcp_gateway(settings, metrics.mcp),
         history=history,
     )

@@ -43,12 +43,14 @@ _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
 class Caller:
     """The sender of an admitted request or upgrade; ``account`` is ``None`` if none is required, or not yet.
 
-    ``address`` is the remote address, ``traceparent`` the client's span that becomes the parent of the turns' spans.
+    ``address`` is the remote address, ``traceparent`` the client's span that becomes the parent of the turns' spans,
+    ``unix_uid`` the user of a program on the Unix socket.
     """
 
     account: Account | None
     address: str
     traceparent: str | None
+    unix_uid: int | None = None
 
     @property
     def client(self) -> Account:
@@ -176,7 +178,12 @@ async def admit(
             hint="An operator can add it to server.allowed_origins.",
         )
     account = None
-    if (credential := read_credential(headers, subprotocols)) is not None:
+    # A browser reaches the Unix socket only through a proxy, which is then the peer.
+    unix_uid = None if "origin" in headers else peer.unix_uid
+    credential = read_credential(headers, subprotocols)
+    if credential is None and scope is not None:
+        credential = context.authenticator.unix_credential(unix_uid)
+    if credential is not None:
         account = await context.authenticator.authenticate_anywhere(credential, address=peer.address)
     elif local_account is not None and peer.on_this_machine:
         account = context.authenticator.admit_local(local_account, address=peer.address)
@@ -188,7 +195,7 @@ async def admit(
                 ErrorCode.FORBIDDEN, f"this requires the scope {scope}", hint="Use a token of a client that has it."
             )
         context.quotas.admit(account)
-    return Caller(account, peer.address, read_traceparent(headers.get("traceparent")))
+    return Caller(account, peer.address, read_traceparent(headers.get("traceparent")), unix_uid)
 
 
 @asynccontextmanager

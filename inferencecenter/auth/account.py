@@ -24,11 +24,12 @@ class Account(Principal):
     """A client as authenticated by one credential.
 
     ``expires_at`` (Unix seconds) belongs to the token; an API key has none. ``limits`` are the token's, and for those
-    it does not set the client's.
+    it does not set the client's. ``unix_uid`` is the user id by which it was authenticated, if it was.
     """
 
     expires_at: float | None = None
     limits: AccessLimits = NO_LIMITS
+    unix_uid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import asyncio
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
@@ -18,7 +19,7 @@ from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from inferencecenter.auth.account import Account
     from inferencecenter.auth.accounts import Accounts
@@ -30,6 +31,8 @@ _FLUSH_AFTER_S: Final = 1.0
 _RETRY_AFTER_S: Final = 30.0
 _UNAVAILABLE_RETRY_MS: Final = 1000
 _MAX_CLAIM_CHARS: Final = 64
+_REFUSED_HINT: Final = "It may be mistyped, expired or revoked; inferencecenter token create makes a new token."
+_REFUSED_USER_HINT: Final = "auth.unix_users lists the users that need no token, with their accounts; send a token."
 _LIKE_A_SECRET: Final = re.compile(r"[0-9A-Fa-f]{32}|[A-Za-z0-9+/_-]{40}")
 
 _log = structlog.get_logger(__name__)
@@ -50,7 +53,14 @@ class KeyCredential:
     api_key: str
 
 
-Credential = TokenCredential | KeyCredential
+@dataclass(frozen=True, slots=True)
+class UnixCredential:
+    """User id of a peer on the Unix socket, from the kernel."""
+
+    uid: int
+
+
+Credential = TokenCredential | KeyCredential | UnixCredential
 
 
 class ExternalAuthProvider(Protocol):
@@ -81,6 +91,7 @@ class Authenticator:
         accounts: Local accounts.
         limits_of: Returns the effective limits of an account, for the addresses that it allows.
         external: Checks keys of clients without a local account.
+        unix_accounts: Client ids of the users that need no token on the Unix socket, by user id.
         attempts_per_minute: Failures allowed per address.
         clock: Monotonic seconds.
         metrics: Where failures are counted.
@@ -92,6 +103,7 @@ class Authenticator:
         *,
         limits_of: Callable[[AccessLimits], AccessLimits] = lambda own: own,
         external: ExternalAuthProvider | None = None,
+        unix_accounts: Mapping[int, str] = MappingProxyType({}),
         attempts_per_minute: int,
         clock: Callable[[], float],
         metrics: DaemonMetrics,
@@ -99,6 +111,7 @@ class Authenticator:
         self._accounts = accounts
         self._limits_of = limits_of
         self._external = external
+        self._unix_accounts = unix_accounts
         self._attempts = AddressRateLimiter(at_once=attempts_per_minute, per_s=attempts_per_minute / 60, clock=clock)
         self._metrics = metrics
         self._tasks = TaskGroup("authenticator")
@@ -180,6 +193,18 @@ class Authenticator:
             replace(account, scopes=account.scopes & {Scope.USER}), address=address, detail="without a token"
         )
 
+    def unix_credential(self, uid: int | None) -> UnixCredential | None:
+        """Return the credential of a peer that needs no token, given its user id; ``None`` if it needs one."""
+        return UnixCredential(uid) if uid is not None and uid in self._unix_accounts else None
+
+    def current_unix_account(self, account: Account) -> Account | None:
+        """Return the present account of the user that was authenticated as ``account``, ``None`` without one.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``.
+        """
+        return None if account.unix_uid is None else self._verify(UnixCredential(account.unix_uid))
+
     def forget(self, client_id: str) -> None:
         """Drop the external service's cached answers about a client."""
         if self._external is not None:
@@ -210,6 +235,13 @@ class Authenticator:
                     return self._accounts.verify_token(token)
                 case KeyCredential(client_id, api_key):
                     return self._accounts.verify_key(client_id, api_key)
+                case UnixCredential(uid):
+                    return self._of_user(uid)
+
+    def _of_user(self, uid: int) -> Account | None:
+        client_id = self._unix_accounts.get(uid)
+        account = None if client_id is None else self._accounts.account_of(client_id)
+        return None if account is None else replace(account, unix_uid=uid)
 
     @contextmanager
     def _accounts_errors(self) -> Iterator[None]:
@@ -239,7 +271,7 @@ class Authenticator:
         return InferenceCenterError(
             ErrorCode.NOT_AUTHENTICATED,
             "the credential is not valid",
-            hint="It may be mistyped, expired or revoked; inferencecenter token create makes a new token.",
+            hint=_REFUSED_USER_HINT if isinstance(credential, UnixCredential) else _REFUSED_HINT,
         )
 
     def _admitted(self, account: Account, *, address: str, detail: str = "") -> Account:
@@ -284,6 +316,8 @@ def refusal(credential: Credential, *, address: str, detail: str = "") -> AuditE
     match credential:
         case TokenCredential(token):
             return audit_entry(AuditEvent.LOGIN_REFUSED, token_id=public_id(token), address=address, detail=detail)
+        case UnixCredential():
+            return audit_entry(AuditEvent.LOGIN_REFUSED, address=address, detail=detail)
         case KeyCredential(client_id, api_key):
             return audit_entry(
                 AuditEvent.LOGIN_REFUSED,

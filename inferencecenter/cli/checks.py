@@ -40,6 +40,7 @@ from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import default_model, read_registry
 from inferencecenter.server.control import check_open_files
 from inferencecenter.server.status_pages import PROXY_NOT_TRUSTED
+from inferencecenter.server.unix_socket import check_path, is_listening, unix_accounts
 from inferencecenter.sessions.store.database import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
@@ -269,6 +270,30 @@ def _taken_port(settings: Settings) -> Check:
         finding = f"in use, and {url} answers {status}"
     hint = "Stop the program there, or choose another --port; a running daemon may have other settings."
     return Check("port", CheckResult.FAILED, finding, hint, ErrorCode.ADDRESS_IN_USE)
+
+
+def unix_listener(settings: Settings) -> list[Check]:
+    """Check that a Unix socket can be made, or that a daemon listens there; nothing without one in the settings."""
+    path = settings.server.unix_socket
+    if path is None:
+        return []
+    try:
+        unix_accounts(settings.auth.unix_users)
+        check_path(path)
+        listens = is_listening(path)
+    except InferenceCenterError as error:
+        return [Check("unix socket", CheckResult.FAILED, error.message, error.hint or "", error.code)]
+    except OSError as error:
+        hint = "Run this as the daemon's user, or see server.unix_socket_mode."
+        return [Check("unix socket", CheckResult.WARNING, f"{path}: {error.strerror}", hint)]
+    if listens:
+        return [Check("unix socket", CheckResult.OK, f"a daemon listens at {path}")]
+    if not os.access(path.parent, os.W_OK):
+        hint = "The daemon's user must be able to write there."
+        return [
+            Check("unix socket", CheckResult.FAILED, f"{path.parent} is not writable", hint, ErrorCode.ADDRESS_IN_USE)
+        ]
+    return [Check("unix socket", CheckResult.OK, f"{path} is free")]
 
 
 _TIMEOUT_S: Final = 3

@@ -195,5 +195,6 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
         checks.state_dir(settings.state_dir),
         *storage(settings),
         checks.port(settings),
+        *checks.unix_listener(settings),
         proxy(settings),
     ]

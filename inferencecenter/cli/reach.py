@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import Settings
 
 UrlOption: TypeAlias = Annotated[
-    str | None, typer.Option("--url", envvar="INFERENCECENTER_URL", help="Address of the daemon.", show_default=False)
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="INFERENCECENTER_URL",
+        help="Address of the daemon, or unix:///path of its socket.",
+        show_default=False,
+    ),
 ]
 TokenOption: TypeAlias = Annotated[
     str | None, typer.Option("--token", envvar="INFERENCECENTER_TOKEN", help="Bearer token.", show_default=False)
@@ -41,14 +47,14 @@ class DaemonAccess:
     """Address and credential of the daemon.
 
     Attributes:
-        url: WebSocket URL of the daemon.
-        token: Bearer token.
+        url: WebSocket URL of the daemon, or ``unix://`` and the path of its socket.
+        token: Bearer token; ``None`` on a Unix socket, where the user of this process counts.
         tls: TLS context that verifies the daemon's certificate; ``None`` for a plain address, and for a certificate
             that is verified by the system's authorities.
     """
 
     url: str
-    token: str
+    token: str | None
     tls: ssl.SSLContext | None
 
     def client(self, **options: Unpack[ClientOptions]) -> Client:
@@ -62,10 +68,14 @@ class DaemonAccess:
 def reach_daemon(settings: Settings, *, url: str | None, token: str | None, token_file: Path | None) -> DaemonAccess:
     """Return the access to the daemon at ``url``, or by default to the daemon of these settings.
 
+    On a Unix socket no token is needed, and only one that is given is sent.
+
     Raises:
         InferenceCenterError: ``not_authenticated`` when there is no token, ``invalid_config`` when the certificate of
             the settings cannot be read.
     """
+    if url is not None and url.lower().startswith("unix:"):
+        return DaemonAccess(url=url, token=token or (read_token(token_file) if token_file else None), tls=None)
     own = own_url(settings)
     is_own = url is None or _origin(url) == _origin(own)
     return DaemonAccess(

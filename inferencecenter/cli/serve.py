@@ -96,6 +96,7 @@ def announce(announcement: Announcement, settings: Settings) -> None:
     # Not the console's `is_terminal`, which FORCE_COLOR sets for a pipe.
     token = announcement.admin_token if sys.stdout.isatty() else None
     lines = [("Address  ", announcement.address), ("Model    ", announcement.model)]
+    lines += [("Socket   ", path) for path in announcement.unix_paths]
     if token is not None:
         lines += [("Token    ", token)]
         lines += [("Token in ", f"{token_file} (shown once, kept hashed; this file is for the command line)")]

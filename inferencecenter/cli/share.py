@@ -11,7 +11,7 @@ import typer
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, duration_s, given
 from inferencecenter.cli.output import print_json, print_rows
-from inferencecenter.cli.reach import DaemonAccess, TokenFileOption, TokenOption, UrlOption, reach_daemon
+from inferencecenter.cli.reach import DaemonAccess, TokenFileOption, TokenOption, UrlOption, own_url, reach_daemon
 from inferencecenter.config.loader import load_settings
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def create(  # noqa: PLR0913 - one argument an option
     daemon = _daemon(url, token, token_file, config, state_dir)
     expires_in_s = None if expires_in is None else duration_s(expires_in)
     created = _run(daemon, lambda client: client.create_share(session_id, expires_in_s=expires_in_s))
-    link = share_link(daemon.url, created.share.share_id, created.share_token)
+    page = daemon.url
+    if page.startswith("unix:"):  # the link is for browsers, which use the port
+        page = own_url(load_settings(config, given(state_dir=state_dir)))
+    link = share_link(page, created.share.share_id, created.share_token)
     if json:
         print_json(created.share.model_dump() | {"link": link})
     else:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Unpack
 
 from inferencecenter.client.connection import DaemonConnection, expect
-from inferencecenter.client.errors import failure, new_request
-from inferencecenter.client.options import Address, ClientOptions, request_fields, retry_options, socket_url
+from inferencecenter.client.errors import RequestError, failure, new_request
+from inferencecenter.client.options import Address, ClientOptions, request_fields, retry_options, socket_url, unix_path
 from inferencecenter.client.retry import BackoffPolicy, Timing
 from inferencecenter.client.session import ClientSession
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -98,12 +98,13 @@ class Client:
     When the socket is lost, the client reconnects and restores every session.
 
     Args:
-        url: Address of the daemon: ``ws://`` or ``wss://``, or the ``http://`` address of the web page.
-        token: Bearer token.
+        url: Address of the daemon: ``ws://`` or ``wss://``, the ``http://`` address of the web page, or ``unix://`` and
+            the path of its Unix socket.
+        token: Bearer token; not needed on the Unix socket for users that ``auth.unix_users`` lists.
         options: See ``ClientOptions``.
 
     Raises:
-        RequestError: Neither a token nor a client id with its API key is given, or both are.
+        RequestError: Neither a token nor a client id with its API key is given, or both are, or the URL is invalid.
     """
 
     def __init__(self, url: str, token: str | None = None, **options: Unpack[ClientOptions]) -> None:
@@ -116,8 +117,11 @@ class Client:
             api_key=options.get("api_key"),
             protocol=PROTOCOL_VERSION,
         )
+        address = socket_url(url)
+        if not credential.has_credential and unix_path(address) is None:
+            raise RequestError(ErrorCode.INVALID_REQUEST, requests.ONE_CREDENTIAL)
         self._address = Address(
-            url=socket_url(url),
+            url=address,
             credential=credential,
             tls=options.get("tls"),
             open_timeout_s=options.get("open_timeout_s", 10.0),
@@ -198,7 +202,7 @@ class Client:
             InferenceCenterError: ``invalid_request``, also without a token; ``quota_exceeded``, ``message_too_large``
                 or ``daemon_unreachable``.
         """
-        if self._address.credential.token is None:
+        if self._address.credential.client_id is not None:
             raise failure(ErrorCode.INVALID_REQUEST, "uploads need a token, and this client has an API key")
         from inferencecenter.client.transport import upload_image  # noqa: PLC0415 - see its head
 

@@ -6,7 +6,7 @@ import sys
 from base64 import b64encode
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, cast
 
 from inferencecenter.client.errors import RequestError, new_request
 from inferencecenter.core.errors import ErrorCode
@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     )
 
 
+_UNIX: Final = "unix://"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
     """Address of the daemon and how to connect to it.
 
     Attributes:
-        url: WebSocket URL.
-        credential: Token, or client id with API key.
+        url: WebSocket URL, or ``unix://`` and the path of the daemon's Unix socket.
+        credential: Token, client id with API key, or neither on a Unix socket, where the user of the process counts.
         tls: TLS context; ``None`` uses the system's certificate authorities.
         open_timeout_s: Timeout in seconds of the handshake, and again of the authentication.
         keepalive_s: Seconds between pings, and the timeout of each.
@@ -51,9 +54,29 @@ class Address:
 
 
 def socket_url(url: str) -> str:
-    """Return the WebSocket URL for an ``http``, ``https``, ``ws`` or ``wss`` address of the daemon."""
+    """Return the WebSocket URL for an ``http``, ``https``, ``ws`` or ``wss`` address of the daemon.
+
+    One with ``unix`` is returned as it is.
+
+    Raises:
+        RequestError: The path of a ``unix`` address is not absolute.
+    """
     scheme, separator, rest = url.partition("://")
+    if scheme.lower() == "unix":
+        if not rest.startswith("/"):
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"{url} has no absolute path",
+                field="url",
+                hint="unix:///run/inferencecenter/daemon.sock",
+            )
+        return _UNIX + rest
     return {"http": "ws", "https": "wss"}.get(scheme.lower(), scheme) + separator + rest
+
+
+def unix_path(url: str) -> str | None:
+    """Return the path of the socket in a ``unix`` address of ``socket_url``, ``None`` for any other."""
+    return url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
 
 
 def current_traceparent() -> str | None:

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
+import socket
 import urllib.error
 import urllib.request
 from base64 import b64encode
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 import websockets
 from pydantic import BaseModel, ConfigDict, ValidationError
-from websockets.asyncio.client import connect
+from websockets.asyncio.client import connect, unix_connect
 from websockets.typing import Subprotocol
 
 from inferencecenter.client.errors import as_exception, failure, unreachable
+from inferencecenter.client.options import unix_path
 from inferencecenter.client.retry import closing_error
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 _EVENTS: Final[Mapping[str, type[Event]]] = MappingProxyType(
     {kind.model_fields["op"].default: kind for kind in get_args(AnyEvent)}
 )
+_UNIX_SOCKET_URL: Final = "ws://localhost/ws"
 _MAX_FRAME_BYTES: Final = 2**26
 _CLOSE_TIMEOUT_S: Final = 2.0
 _UPLOAD_S: Final = 120.0
@@ -109,9 +114,11 @@ async def open_transport(address: Address) -> Transport:
         InferenceCenterError: ``not_authenticated``, ``forbidden``, or a temporary error such as ``daemon_unreachable``
             and ``rate_limited``.
     """
+    path = unix_path(address.url)
+    opening = connect if path is None else partial(unix_connect, path)
     try:
-        socket = await connect(
-            address.url,
+        connection = await opening(
+            address.url if path is None else _UNIX_SOCKET_URL,
             subprotocols=[Subprotocol(SUBPROTOCOL)],
             open_timeout=address.open_timeout_s,
             ping_interval=address.keepalive_s,
@@ -124,14 +131,14 @@ async def open_transport(address: Address) -> Transport:
         raise _refused(address.url, error) from error
     try:
         async with asyncio.timeout(address.open_timeout_s):
-            return await _enter(socket, address)
+            return await _enter(connection, address)
     except TimeoutError as error:
-        socket.transport.abort()
+        connection.transport.abort()
         raise unreachable(address.url, "the socket opens but receives no data") from error
     except websockets.ConnectionClosed as error:
-        raise closing_error(socket.close_code, socket.close_reason)[0] from error
+        raise closing_error(connection.close_code, connection.close_reason)[0] from error
     except BaseException:
-        socket.transport.abort()
+        connection.transport.abort()
         raise
 
 
@@ -142,14 +149,16 @@ def upload_image(address: Address, file: str | Path | bytes) -> MessageImage:
         InferenceCenterError: See ``Client.add_image``.
     """
     data = file if isinstance(file, bytes) else Path(file).read_bytes()
-    base = address.url.removesuffix("/ws").rstrip("/")
+    path = unix_path(address.url)
+    base = (address.url if path is None else _UNIX_SOCKET_URL).removesuffix("/ws").rstrip("/")
+    authorization = {"Authorization": f"Bearer {token}"} if (token := address.credential.token) is not None else {}
     request = urllib.request.Request(  # noqa: S310 - of the address that the client was made for
         f"http{base.removeprefix('ws')}/images",
         data=json.dumps({"data": b64encode(data).decode()}).encode(),
-        headers={"Authorization": f"Bearer {address.credential.token}", "Content-Type": "application/json"},
+        headers={**authorization, "Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=_UPLOAD_S, context=address.tls) as answer:  # noqa: S310 - as above
+        with _http_open(request, address, path) as answer:
             return MessageImage.model_validate_json(answer.read())
     except urllib.error.HTTPError as refusal:
         error = json.loads(refusal.read() or b"{}").get("error", {})
@@ -161,6 +170,37 @@ def upload_image(address: Address, file: str | Path | bytes) -> MessageImage:
         ) from None
     except OSError as error:
         raise unreachable(address.url, str(error)) from error
+
+
+def _http_open(request: urllib.request.Request, address: Address, path: str | None) -> http.client.HTTPResponse:
+    if path is None:
+        opened = urllib.request.urlopen(request, timeout=_UPLOAD_S, context=address.tls)  # noqa: S310 - as above
+    else:
+        opened = urllib.request.build_opener(_UnixHandler(path)).open(request, timeout=_UPLOAD_S)
+    return cast("http.client.HTTPResponse", opened)
+
+
+class _UnixHandler(urllib.request.HTTPHandler):
+    """Sends HTTP requests to a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Send a request and return the response."""
+        return self.do_open(cast("Any", partial(_UnixHttpConnection, self._path)), req)
+
+
+class _UnixHttpConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, host: str, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def parse(text: str | bytes) -> Event | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from inferencecenter.core.addresses import peer_address
+from inferencecenter.core.addresses import addresses_of
 
 MAX_COUNT: Final = 10**12
 
@@ -68,11 +68,14 @@ class AccessLimits(BaseModel):
         return self.models is None or name in self.models
 
     def allows_address(self, address: str) -> bool:
-        """Return whether ``address`` may connect; a text that is not an address may not if addresses are limited."""
+        """Return whether ``address`` may connect; a text that is not an address may not if addresses are limited.
+
+        A peer on the Unix socket may if a loopback address may: it is a program on this machine.
+        """
         if self.addresses is None:
             return True
-        peer = peer_address(address)
-        return peer is not None and any(peer in ip_network(each, strict=False) for each in self.addresses)
+        networks = [ip_network(each, strict=False) for each in self.addresses]
+        return any(peer in network for peer in addresses_of(address) for network in networks)
 
 
 NO_LIMITS: Final = AccessLimits()

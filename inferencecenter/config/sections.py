@@ -17,6 +17,10 @@ ModelKind = Literal["chat", "embedding", "reranking"]
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
+UNIX_USER = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}(=[A-Za-z0-9][A-Za-z0-9._@+-]{0,63})?$"
+"""A user of this machine, by name or id, and the client id of its account."""
+
+
 def expand(path: Path) -> Path:
     """Return an absolute path with ``~`` and environment variables expanded."""
     return Path(os.path.expandvars(path)).expanduser().absolute()
@@ -51,6 +55,13 @@ class AuthSettings(Section):
         16, ge=1, le=100_000, description="Maximum number of sessions of a client without its own limit."
     )
     default_priority: Priority = Field("normal", description="Priority class of a client without its own.")
+    unix_users: tuple[Annotated[str, StringConstraints(pattern=UNIX_USER)], ...] = Field(
+        (),
+        max_length=1000,
+        description='Users of this machine who need no token on the Unix socket, with their accounts: "alice" for the'
+        ' account of the same name, or "1001=build". Root and the user of the daemon have the account `admin` if not'
+        " listed.",
+    )
     audit_days: int = Field(90, ge=1, le=36_500, description="Days for which the audit log is kept.")
 
 

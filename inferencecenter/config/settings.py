@@ -82,6 +82,16 @@ class ServerSettings(Section):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(3000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    unix_socket: ExpandedPath | None = Field(
+        None,
+        description="Path of a Unix socket to listen on as well, without TLS; its directory must exist. The user ids"
+        " of `auth.unix_users` need no token there.",
+    )
+    unix_socket_mode: Annotated[str, StringConstraints(pattern=r"^0?[0-7]{3}$")] = Field(
+        "0600",
+        description="Permissions of the Unix socket, octal: a program that may write to it can connect. 0660 admits the"
+        " group of its directory if that has the setgid bit.",
+    )
     base_path: Annotated[str, AfterValidator(_base_path)] = Field(
         "", description="Path prefix that a reverse proxy adds to every URL, such as /inference."
     )

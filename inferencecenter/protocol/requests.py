@@ -63,8 +63,14 @@ class Hello(Request):
     protocol: Protocol = None
 
 
+ONE_CREDENTIAL: Final = "give either token, or client_id and api_key"
+
+
 class Auth(Request):
-    """Authenticate with a token, or with a client id and its API key."""
+    """Authenticate with a token, or with a client id and its API key.
+
+    On a Unix socket, without both, as the user that opened it: `auth.unix_users` has its account.
+    """
 
     first_protocol: ClassVar[bool] = True
     op: Literal["auth"]
@@ -77,9 +83,13 @@ class Auth(Request):
     def _one_way(self) -> Self:
         pair = self.client_id is not None and self.api_key is not None
         partial = (self.client_id is None) != (self.api_key is None)
-        if partial or pair == (self.token is not None):
-            raise ValueError("give either token, or client_id and api_key")
+        if partial or (pair and self.token is not None):
+            raise ValueError(ONE_CREDENTIAL)
         return self
+
+    @property
+    def has_credential(self) -> bool:
+        return self.token is not None or self.client_id is not None
 
 
 class CreateSession(Request):

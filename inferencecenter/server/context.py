@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import structlog
@@ -205,6 +206,7 @@ class ServerContext:
         read_sessions: SessionReader = no_sessions,
         purge: Callable[[PurgeKind, str], Awaitable[bool]] | None = None,
         external: ExternalAuthProvider | None = None,
+        unix_accounts: Mapping[int, str] = MappingProxyType({}),
         mcp: McpGateway | None = None,
         history: LoadHistory | None = None,
         pressure: Callable[[], Pressure] = Pressure,
@@ -244,6 +246,7 @@ class ServerContext:
                 accounts,
                 limits_of=quotas.effective,
                 external=external,
+                unix_accounts=unix_accounts,
                 attempts_per_minute=settings.login_attempts_per_minute,
                 clock=monotonic,
                 metrics=metrics,
@@ -343,6 +346,7 @@ class ServerContext:
             living = self.accounts.valid_tokens()
             limits = self.accounts.session_limits()
             self.quotas.reload()
+            self.hub.close_changed_users(self.authenticator.current_unix_account)
         except InferenceCenterError as error:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)
             return

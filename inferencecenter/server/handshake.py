@@ -19,7 +19,7 @@ import structlog
 from starlette.datastructures import Headers, QueryParams
 
 from inferencecenter.auth.authentication import Credential, KeyCredential, TokenCredential
-from inferencecenter.core.addresses import parse_address, peer_address
+from inferencecenter.core.addresses import addresses_of, parse_address, peer_address, unix_uid
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL, TOKEN_SUBPROTOCOL_PREFIX
 from inferencecenter.telemetry.logs import LogLimit
@@ -43,8 +43,8 @@ _log = structlog.get_logger(__name__)
 class PeerInfo:
     """The peer of a request.
 
-    ``address`` is the last hop that no trusted proxy vouches for; ``host`` is the ``Host`` of the request. ``direct``
-    means that the request has no mark of a proxy.
+    ``address`` is the last hop that no trusted proxy vouches for, or ``unix:`` and a user id; ``host`` is the ``Host``
+    of the request. ``direct`` means that the request has no mark of a proxy.
     """
 
     address: str
@@ -54,8 +54,13 @@ class PeerInfo:
     @property
     def on_this_machine(self) -> bool:
         """Whether the caller is a program on this machine, rather than one behind a proxy that marks its requests."""
-        address = peer_address(self.address)
-        return self.direct and address is not None and address.is_loopback and _names_loopback(self.host)
+        is_local = any(address.is_loopback for address in addresses_of(self.address))
+        return self.direct and is_local and _names_loopback(self.host)
+
+    @property
+    def unix_uid(self) -> int | None:
+        """User id of a program that is connected to the Unix socket itself, rather than through a proxy."""
+        return unix_uid(self.address) if self.on_this_machine else None
 
 
 class TrustedProxies:

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from inferencecenter.server.connection_limits import ConnectionLimiter
-from inferencecenter.server.websocket import bound_writes
+from inferencecenter.server.websocket import bound_writes, peer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,6 +168,7 @@ class HttpConnection(H11Protocol):
         """Admit the connection, if there is room."""
         self._raw = cast("asyncio.Transport", transport)
         super().connection_made(self._raw)
+        self.client = peer_of(self)
         self._connected()
         bound_writes(self._raw)
         self.transport = cast("asyncio.Transport", _Closing(self._raw, self._close))

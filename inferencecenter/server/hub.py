@@ -267,10 +267,22 @@ class ConnectionHub:
         revoked = [each for each in tokens if each.client.token_id not in living_tokens]
         _close(revoked, CloseCode.NOT_AUTHENTICATED, "the token was revoked")
 
+    def close_changed_users(self, account_of: Callable[[Account], Account | None]) -> None:
+        """Close the sockets that were authenticated by user id, where the account is gone or has other rights.
+
+        Args:
+            account_of: Returns the present account, given the one of the socket.
+        """
+        users = [each for each in self._members() if each.client.unix_uid is not None]
+        accounts = {each.client.unix_uid: each.client for each in users}
+        current = {uid: account_of(account) for uid, account in accounts.items()}
+        changed = [each for each in users if _rights(each.client) != _rights(current[each.client.unix_uid])]
+        _close(changed, CloseCode.NOT_AUTHENTICATED, "the account of this user was deleted or changed")
+
     def set_account_limits(self, limits: Mapping[str, AccountLimits]) -> None:
         """Set the limits of the sessions of clients with tokens, by client id."""
         for each in self._members():
-            if each.client.token_id and (own := limits.get(each.client.client_id)) is not None:
+            if _has_stored_account(each.client) and (own := limits.get(each.client.client_id)) is not None:
                 each.set_account_limits(own)
 
     def close_clients(self, client_ids: Collection[str]) -> None:
@@ -281,7 +293,9 @@ class ConnectionHub:
 
     def close_outdated(self, client_id: str, scopes: Collection[str], priority: str) -> None:
         """Close the sockets of a client that authenticated by a token with other scopes or another priority."""
-        members = (each for each in self._members() if each.client.client_id == client_id and each.client.token_id)
+        members = (
+            each for each in self._members() if each.client.client_id == client_id and _has_stored_account(each.client)
+        )
         outdated = [each for each in members if (each.client.scopes, each.client.priority) != (scopes, priority)]
         _close(outdated, CloseCode.RESTART, "the client's scopes or priority have changed")
 
@@ -340,6 +354,15 @@ class ConnectionHub:
     def _look_if_empty(self) -> None:
         if not self._connections and not self._participants:
             self._empty.set()
+
+
+def _has_stored_account(account: Account) -> bool:
+    """Return whether a socket was authenticated by a token or a user id, whose account may change while it is open."""
+    return bool(account.token_id) or account.unix_uid is not None
+
+
+def _rights(account: Account | None) -> tuple[object, ...]:
+    return () if account is None else (account.client_id, account.scopes, account.priority)
 
 
 def _close(members: Iterable[Participant], code: CloseCode, reason: str) -> None:

@@ -28,14 +28,15 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.server.connection_limits import ConnectionLimiter
 from inferencecenter.server.http import HttpConnection
-from inferencecenter.server.websocket import WebSocket
+from inferencecenter.server.unix_socket import peer_text
+from inferencecenter.server.websocket import PEER_KEY, WebSocket
 from inferencecenter.telemetry.logs import LogLimit
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from starlette.datastructures import Headers
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from inferencecenter.config.settings import ServerSettings
 
@@ -57,7 +58,7 @@ class Acceptor:
 
     Args:
         listening: The bound and listening socket; the caller closes it.
-        protocol: Creates the protocol of a connection.
+        protocol: Creates the protocol of a connection from an address.
         tls: Server-side TLS context; without it connections are in plain text.
         handshake_timeout_s: Timeout of a TLS handshake.
         max_handshakes: Maximum number of concurrent handshakes; one more aborts the oldest.
@@ -68,7 +69,7 @@ class Acceptor:
     def __init__(  # noqa: PLR0913 - keyword-only
         self,
         listening: socket.socket,
-        protocol: Callable[[], asyncio.Protocol],
+        protocol: Callable[[str], asyncio.Protocol],
         *,
         tls: ssl.SSLContext | None,
         handshake_timeout_s: float,
@@ -114,7 +115,7 @@ class Acceptor:
             self._pause(error)
             return
         connection.setblocking(False)
-        self._take(connection, address[0])
+        self._take(connection, peer_text(connection) if connection.family == socket.AF_UNIX else address[0])
 
     def _pause(self, error: OSError) -> None:
         """Make room and pause, as the listening socket stays readable; then accept again."""
@@ -135,22 +136,23 @@ class Acceptor:
             oldest = next(iter(self._handshakes))
             del self._handshakes[oldest]
             oldest.cancel()
-        task = self._tasks.spawn(self._connect(connection, self._delay_s(address)), name="connect")
+        task = self._tasks.spawn(self._connect(connection, address, self._delay_s(address)), name="connect")
         self._handshakes[task] = None
         task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
-    async def _connect(self, connection: socket.socket, delay_s: float) -> None:
+    async def _connect(self, connection: socket.socket, address: str, delay_s: float) -> None:
         try:
             if delay_s:
                 await asyncio.sleep(delay_s)
-            await self._loop.connect_accepted_socket(self._protocol, connection, **self._options)
+            protocol = partial(self._protocol, address)
+            await self._loop.connect_accepted_socket(protocol, connection, **self._options)
         except (OSError, ssl.SSLError):  # the peer has gone, does not speak TLS or took too long
             connection.close()
 
 
 CLOSING_S: Final = 2.0
 """Time for connections to close at shutdown, before they are aborted."""
-_BACKLOG: Final = 2048
+BACKLOG: Final = 2048
 _ROOM: Final = 64
 """Idle connections closed when file descriptors are exhausted."""
 _OTHER_DESCRIPTORS: Final = 128
@@ -180,7 +182,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listening.bind((address[0], chosen, *address[2:]))
-            listening.listen(_BACKLOG)
+            listening.listen(BACKLOG)
             listening.setblocking(False)
     except OSError as error:
         for listening in sockets:
@@ -266,14 +268,37 @@ def _connect_at_once(_address: str) -> float:
     return 0.0
 
 
+def _protocol_of(
+    protocol: Callable[..., asyncio.Protocol], state: Mapping[str, object], is_unix: bool, address: str
+) -> asyncio.Protocol:
+    """Return the protocol of a connection; uvicorn finds the address of any but a peer on a Unix socket."""
+    return protocol(app_state={**state, PEER_KEY: address} if is_unix else dict(state))
+
+
+class _BelowBasePath:
+    """Prefixes the paths of requests on the Unix socket: their clients need not know of a reverse proxy's prefix."""
+
+    def __init__(self, app: ASGIApp, base_path: str) -> None:
+        self._app = app
+        self._base_path = base_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        base = self._base_path
+        if PEER_KEY in scope.get("state", ()) and not (scope["path"] + "/").startswith(base + "/"):
+            raw_path = base.encode() + scope["raw_path"]
+            scope = {**scope, "path": base + scope["path"], "raw_path": raw_path}
+        await self._app(scope, receive, send)
+
+
 class Listener(uvicorn.Server):
-    """The server's port.
+    """The server's port, and its Unix socket.
 
     Args:
         app: The ASGI application.
         settings: Limits and keepalive.
         drain: Awaited after ``stop``, when no new connection is accepted: announces the shutdown and lets turns finish.
-        tls: Server-side TLS context; without it the port is in plain text.
+        tls: Server-side TLS context of the port; without it the port is in plain text, as Unix sockets always are.
         ollama: Sockets for clients of Ollama: in plain text all the same; requests have ``OLLAMA_KEY`` in their state.
         refused: Called with the HTTP status when a connection is refused before a request is read.
         connected: Called when a connection was made.
@@ -311,7 +336,7 @@ class Listener(uvicorn.Server):
         )
         super().__init__(
             uvicorn.Config(
-                app,
+                _BelowBasePath(app, settings.base_path) if settings.base_path else app,
                 ws=cast("type[asyncio.Protocol]", partial(WebSocket, bad_frames=LogLimit())),
                 ws_max_size=settings.max_frame_bytes,
                 ws_ping_interval=settings.ping_interval_s,
@@ -359,11 +384,12 @@ class Listener(uvicorn.Server):
         )
         for listening in sockets or ():
             listening.setblocking(False)
-            is_ollama = listening in self._ollama
+            is_ollama, is_unix = listening in self._ollama, listening.family == socket.AF_UNIX
+            state = {**self.lifespan.state, OLLAMA_KEY: is_ollama}
             acceptor = Acceptor(
                 listening,
-                partial(protocol, app_state={**self.lifespan.state, OLLAMA_KEY: is_ollama}),
-                tls=None if is_ollama else self._tls,
+                partial(_protocol_of, protocol, state, is_unix),
+                tls=None if is_ollama or is_unix else self._tls,
                 handshake_timeout_s=self._settings.head_timeout_s,
                 max_handshakes=self._settings.max_connections,
                 make_room=partial(self.limiter.evict_idle, _ROOM),
@@ -399,7 +425,7 @@ class Listener(uvicorn.Server):
 
 
 FIRST_FD: Final = 3
-_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 def inherited_sockets(environment: Mapping[str, str], *, pid: int) -> list[socket.socket]:
@@ -409,7 +435,7 @@ def inherited_sockets(environment: Mapping[str, str], *, pid: int) -> list[socke
     such as those of a shell that was itself socket-activated, are ignored.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` if one of them is not a listening TCP socket.
+        InferenceCenterError: ``invalid_config`` if one of them is not a listening TCP or Unix socket.
     """
     if environment.get("LISTEN_PID") != str(pid):
         return []
@@ -440,7 +466,7 @@ def _listening(fd: int, name: str) -> socket.socket:
     taken = socket.socket(fileno=fd)
     if taken.family not in _FAMILIES or taken.type != socket.SOCK_STREAM:
         taken.detach()
-        raise _unusable(f"{what} is no TCP socket")
+        raise _unusable(f"{what} is no stream socket of TCP or Unix")
     if not taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         taken.detach()
         raise _unusable(f"{what} does not listen", hint="The socket unit must have Accept=no.")
@@ -453,5 +479,5 @@ def _unusable(message: str, *, hint: str | None = None) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.INVALID_CONFIG,
         message,
-        hint=hint or "The socket unit needs ListenStream= with a port or an address and a port.",
+        hint=hint or "The socket unit needs ListenStream= with a port, an address and a port, or a path.",
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
+    from uvicorn.protocols.http.h11_impl import H11Protocol
     from websockets.frames import Frame
     from websockets.http11 import Request
 
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
 NOT_SENT_LOW_WATER_BYTES: Final = 16 * 1024
 _HIGH_WATER_BYTES: Final = 32 * 1024
 _LOW_WATER_BYTES: Final = 8 * 1024
+_UNIX_BUFFER_BYTES: Final = 64 * 1024
 LINGER_S: Final = 5.0
 CLOSE_FRAME_TIMEOUT_S: Final = 1.0
 """Seconds for a close frame to reach a peer that seems to have stopped reading."""
 SCOPE_KEY: Final = "websocket"
+PEER_KEY: Final = "unix_peer"
+"""What stands for the address of a peer on a Unix socket, in ``state`` of its scope."""
 _PIECE_BYTES: Final = 8 * 1024
 _NOT_UTF8: Final = 1007
 _BAD_UPGRADE: Final = (
@@ -50,6 +54,14 @@ def bound_writes(transport: asyncio.Transport) -> None:
     if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT_LOW_WATER_BYTES)
+    elif raw is not None and raw.family == socket.AF_UNIX:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+
+
+def peer_of(protocol: H11Protocol | WebSocketsSansIOProtocol) -> tuple[str, int] | None:
+    """Return the peer of a connection as ASGI's ``client``; on a Unix socket its text has no port."""
+    unix_peer = protocol.app_state.get(PEER_KEY)
+    return protocol.client if unix_peer is None else (unix_peer, 0)
 
 
 class WebSocket(WebSocketsSansIOProtocol):
@@ -77,6 +89,7 @@ class WebSocket(WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Prepare the transport of an upgraded socket."""
         super().connection_made(transport)
+        self.client = peer_of(self)
         self.lost: asyncio.Future[None] = self.loop.create_future()
         bound_writes(self.transport)
 

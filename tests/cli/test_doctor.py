@@ -15,7 +15,7 @@ import pytest
 
 from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, CheckResult
-from inferencecenter.core.errors import ErrorCode
+from inferencecenter.core.errors import ERRORS, ErrorCode
 from inferencecenter.core.sqlite_file import FileIdentity
 from inferencecenter.server import control
 from inferencecenter.sessions.store.database import open_writing
@@ -188,6 +188,24 @@ class _BehindAProxy(_Healthy):
 
 
 @pytest.mark.usefixtures("quick")
+def test_unix_socket_is_checked(cli: Cli, monkeypatch: pytest.MonkeyPatch, quick: Path, tmp_path: Path) -> None:
+    """A free path and a daemon pass; an unsuitable path and unknown users fail."""
+    assert "unix socket" not in _found(cli)[1]
+    path = tmp_path / "daemon.sock"
+    monkeypatch.setenv("INFERENCECENTER_SERVER__UNIX_SOCKET", str(path))
+    assert "is free" in _found(cli)[1]["unix socket"]["detail"]
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        assert "listens" in _found(cli)[1]["unix socket"]["detail"]
+    monkeypatch.setenv("INFERENCECENTER_AUTH__UNIX_USERS", '["no-such-user-here"]')
+    code, found = _found(cli)
+    assert (code, found["unix socket"]["verdict"]) == (ERRORS[ErrorCode.INVALID_CONFIG].exit_code, "failed")
+    monkeypatch.delenv("INFERENCECENTER_AUTH__UNIX_USERS")
+    monkeypatch.setenv("INFERENCECENTER_SERVER__UNIX_SOCKET", str(quick))
+    assert "is no socket" in _found(cli)[1]["unix socket"]["detail"]
+
+
 @pytest.mark.parametrize(("handler", "verdict"), [(_Healthy, "ok"), (_BehindAProxy, "warning")])
 def test_untrusted_proxy_is_reported(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, handler: type[_Healthy], verdict: str

@@ -257,7 +257,6 @@ def test_field_errors_name_the_field(frame: dict[str, Any], field: str) -> None:
             "either prompt or messages",
         ),
         ({"op": "infer", "session_id": "s", "messages": [{"role": "assistant", "content": "c"}]}, "user or tool"),
-        ({"op": "auth"}, "either token, or client_id and api_key"),
         ({"op": "auth", "client_id": "a"}, "either token, or client_id and api_key"),
         ({"op": "auth", "token": "t", "client_id": "a", "api_key": "k"}, "either token, or client_id and api_key"),
     ],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -34,7 +35,8 @@ from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ModelSummary
 from inferencecenter.server.context import ServerContext, UsagePageReader, UsageReader, no_usage, no_usage_page
-from inferencecenter.server.listener import Listener, bind
+from inferencecenter.server.listener import BACKLOG, Listener, bind
+from inferencecenter.server.unix_socket import unix_socket
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.ipc.lookups import CharacterTokens
@@ -378,6 +380,7 @@ async def running_server(
     external: ExternalAuthProvider | None = None,
     read_usage: UsageReader = no_usage,
     read_usage_page: UsagePageReader = no_usage_page,
+    unix_accounts: Mapping[int, str] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Run a server with some settings changed and short deadlines; without ``journal`` it stores no sessions."""
@@ -415,11 +418,16 @@ async def running_server(
         read_usage=read_usage,
         read_usage_page=read_usage_page,
         external=external,
+        unix_accounts=unix_accounts,
     )
     app = create_app(context, *api_routes(context))
     listener = Listener(app, chosen, drain=context.drain, tls=tls, refusal=context.upgrade_limiter.refusal)
     sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
+    held = ExitStack()
+    if chosen.unix_socket is not None:
+        mode = int(chosen.unix_socket_mode, 8)
+        sockets.append(held.enter_context(unix_socket(chosen.unix_socket, mode=mode, backlog=BACKLOG)))
     tasks = TaskGroup("server")
     serving = tasks.spawn(listener.serve(sockets), name="serve")
     try:
@@ -439,6 +447,7 @@ async def running_server(
         await serving
         await context.close()
         accounts.close()
+        held.close()
 
 
 def ready(**changes: Any) -> EngineStatus:

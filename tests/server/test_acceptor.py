@@ -73,7 +73,7 @@ class AcceptorHarness:
         )
         self.acceptor.open()
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _protocol(self, _address: str) -> asyncio.Protocol:
         self.came.release()
         return asyncio.Protocol()
 

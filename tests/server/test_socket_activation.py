@@ -91,16 +91,14 @@ def test_inherited_file_is_refused(at: Callable[[int], None], tmp_path: Path) ->
     assert "is not open" in refusal().message
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [(socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_STREAM)]
-)
-def test_inherited_socket_must_be_tcp(
+@pytest.mark.parametrize(("family", "kind"), [(socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_DGRAM)])
+def test_inherited_socket_must_be_a_stream(
     at: Callable[[int], None], family: socket.AddressFamily, kind: socket.SocketKind
 ) -> None:
     """The descriptor stays open."""
     with socket.socket(family, kind) as other:
         at(other.fileno())
-        assert "is no TCP socket" in refusal().message
+        assert "is no stream socket" in refusal().message
         os.fstat(other.fileno())
 
 

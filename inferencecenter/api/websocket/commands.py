@@ -18,7 +18,7 @@ from inferencecenter.api.embedding import EmbeddingCall, EmbeddingJob, Embedding
 from inferencecenter.api.plain.shares import check_share_links
 from inferencecenter.api.websocket import accounts, administration, status
 from inferencecenter.auth.audit import AuditEvent
-from inferencecenter.auth.authentication import KeyCredential, TokenCredential
+from inferencecenter.auth.authentication import KeyCredential, TokenCredential, UnixCredential
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import EmbeddingInput
 from inferencecenter.protocol import events, requests
@@ -44,13 +44,9 @@ def auth(connection: Connection, request: requests.Auth) -> Event | None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "this socket is already authenticated", hint="Open another one."
         )
+    credential = _credential(connection, request)
     if request.protocol is not None:
         connection.enable_v1()
-    credential = (
-        TokenCredential(request.token)
-        if request.token is not None
-        else KeyCredential(request.client_id or "", request.api_key or "")
-    )
     authenticator = connection.context.authenticator
     if authenticator.needs_external(credential):
         connection.defer(partial(_authenticate, connection, request, credential))
@@ -63,6 +59,16 @@ def auth(connection: Connection, request: requests.Auth) -> Event | None:
         _refuse(connection, request, error)
         return None
     return connection.auth_success()
+
+
+def _credential(connection: Connection, request: requests.Auth) -> Credential:
+    if request.token is not None:
+        return TokenCredential(request.token)
+    if request.client_id is not None:
+        return KeyCredential(request.client_id, request.api_key or "")
+    if connection.unix_uid is not None:
+        return UnixCredential(connection.unix_uid)
+    raise InferenceCenterError(ErrorCode.INVALID_REQUEST, requests.ONE_CREDENTIAL)
 
 
 async def _authenticate(connection: Connection, request: requests.Auth, credential: Credential) -> None:

@@ -94,10 +94,18 @@ class Connection(SocketConnection[Outbox]):
         address: Address that failed logins are counted for.
         v1: Whether the socket chose the subprotocol.
         traceparent: Span of the client's trace for turns that name none.
+        unix_uid: User of a program on the Unix socket.
     """
 
-    def __init__(
-        self, context: ServerContext, wire: Wire, *, address: str, v1: bool, traceparent: str | None = None
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        context: ServerContext,
+        wire: Wire,
+        *,
+        address: str,
+        v1: bool,
+        traceparent: str | None = None,
+        unix_uid: int | None = None,
     ) -> None:
         outbox = partial(Outbox, sent=self._watch_turns)
         super().__init__(
@@ -106,6 +114,7 @@ class Connection(SocketConnection[Outbox]):
         # A session sends to the outbox without a call in between; what a closed connection is sent is dropped there.
         self.send, self.replay, self.wait_replayed = self._outbox.send, self._outbox.replay, self._outbox.wait_replayed
         self.v1 = False
+        self.unix_uid = unix_uid
         self._turns: dict[str, str] = {}
         self._embeddings: set[EmbeddingJob] = set()
         self._log_tail: LogTail | None = None
@@ -471,6 +480,7 @@ class WebSocketEndpoint(SocketEndpoint):
             address=caller.address,
             v1=chooses_v1(subprotocols),
             traceparent=caller.traceparent,
+            unix_uid=caller.unix_uid,
         )
         if caller.account is not None:
             connection.authenticate(caller.account)

@@ -840,7 +840,11 @@ export interface HelloRequest {
   protocol?: 1 | null;
 }
 
-/** Authenticate with a token, or with a client id and its API key. */
+/**
+ * Authenticate with a token, or with a client id and its API key.
+ *
+ * On a Unix socket, without both, as the user that opened it: `auth.unix_users` has its account.
+ */
 export interface AuthRequest {
   op: "auth";
   /** Echoed in the direct reply and in every error this frame causes. */
