@@ -23,6 +23,7 @@ _COMMANDS: Final = {
     "embed": "Compute embeddings of texts with a daemon.",
     "rerank": "Rank documents by relevance to a query with a daemon.",
     "run": "Run one prompt without a daemon.",
+    "wasm": "Run WebAssembly guests that use models of a daemon.",
     "model": "Download, inspect and delete models; load and unload them.",
     "token": "Create, list, rotate and revoke tokens.",
     "client": "List accounts and set their limits.",

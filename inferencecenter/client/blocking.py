@@ -17,6 +17,7 @@ from inferencecenter.core.errors import ErrorCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
     from types import TracebackType
 
@@ -76,19 +77,28 @@ class LoopThread:
             UnreachableError: The thread was closed.
             RuntimeError: Called from the loop's own thread, where it would deadlock.
         """
-        if threading.current_thread() is self._thread:
-            coroutine.close()
-            raise RuntimeError("a callback of this client cannot make a blocking call on it")
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:
-            coroutine.close()
-            raise failure(ErrorCode.DAEMON_UNREACHABLE, "the client was closed") from None
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine and return its future.
+
+        Raises:
+            UnreachableError: The thread was closed.
+            RuntimeError: Called from the loop's own thread, where waiting for it would deadlock.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("a callback of this client cannot make a blocking call on it")
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise failure(ErrorCode.DAEMON_UNREACHABLE, "the client was closed") from None
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Schedule a callback on the loop; once the loop is closed it is ignored."""

@@ -72,7 +72,7 @@ class SessionTakenOverError(InferenceCenterError):
 
 _TOO_LONG: Final = frozenset({ErrorCode.PROMPT_TOO_LONG, ErrorCode.CONTEXT_FULL, ErrorCode.MESSAGE_TOO_LARGE})
 _UNREACHABLE: Final = frozenset({ErrorCode.DAEMON_UNREACHABLE, ErrorCode.HUB_UNREACHABLE})
-# Only codes that are not retryable; the table's exit codes are those of sysexits(3).
+# Only codes that are not retryable; the table's exit codes are those of sysexits(3), and of guests.
 _BY_EXIT_CODE: Final[Mapping[int, type[InferenceCenterError]]] = MappingProxyType(
     {
         64: RequestError,
@@ -83,6 +83,10 @@ _BY_EXIT_CODE: Final[Mapping[int, type[InferenceCenterError]]] = MappingProxyTyp
         75: NotAllowedError,
         77: NotAllowedError,
         78: DaemonError,
+        124: RequestError,
+        134: RequestError,
+        137: RequestError,
+        152: RequestError,
     }
 )
 

@@ -59,6 +59,11 @@ class ErrorCode(StrEnum):
     ADDRESS_IN_USE = "address_in_use"
     DAEMON_UNREACHABLE = "daemon_unreachable"
     HUB_UNREACHABLE = "hub_unreachable"
+    INVALID_GUEST = "invalid_guest"
+    GUEST_TRAPPED = "guest_trapped"
+    GUEST_TIMEOUT = "guest_timeout"
+    GUEST_OUT_OF_FUEL = "guest_out_of_fuel"
+    GUEST_OUT_OF_MEMORY = "guest_out_of_memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,8 @@ class ErrorSpec:
 
 
 # Exit codes follow sysexits(3): 64 usage, 65 data, 66 input missing, 69 unavailable, 70 software,
-# 73 cannot create, 75 try again later, 77 permission, 78 configuration.
+# 73 cannot create, 75 try again later, 77 permission, 78 configuration. Those of WebAssembly guests are what a shell
+# reports of a native program: 124 of timeout(1), 128 + SIGABRT, SIGKILL and SIGXCPU.
 _ROWS = (
     ErrorSpec(ErrorCode.INVALID_JSON, "The frame is not a JSON object.", 400, 65),
     ErrorSpec(ErrorCode.INVALID_REQUEST, "A field is missing, unknown or out of range.", 400, 64),
@@ -129,6 +135,13 @@ _ROWS = (
         ErrorCode.DAEMON_UNREACHABLE, "No daemon answers there.", 503, 69, retryable=True, on_wire=False, on_http=False
     ),
     ErrorSpec(ErrorCode.HUB_UNREACHABLE, "No hub of models answers.", 503, 69, retryable=True, on_wire=False),
+    ErrorSpec(
+        ErrorCode.INVALID_GUEST, "The file is not a guest that can be run.", 500, 65, on_wire=False, on_http=False
+    ),
+    ErrorSpec(ErrorCode.GUEST_TRAPPED, "The guest trapped.", 500, 134, on_wire=False, on_http=False),
+    ErrorSpec(ErrorCode.GUEST_TIMEOUT, "The guest ran for too long.", 500, 124, on_wire=False, on_http=False),
+    ErrorSpec(ErrorCode.GUEST_OUT_OF_FUEL, "The guest used up its fuel.", 500, 152, on_wire=False, on_http=False),
+    ErrorSpec(ErrorCode.GUEST_OUT_OF_MEMORY, "The guest ran out of memory.", 500, 137, on_wire=False, on_http=False),
 )
 
 ERRORS: Mapping[ErrorCode, ErrorSpec] = MappingProxyType({row.code: row for row in _ROWS})

@@ -10,6 +10,13 @@ from inferencecenter.core.errors import ERRORS, ErrorCode, ErrorSpec, InferenceC
 from inferencecenter.protocol.close import CloseCode
 
 _SYSEXITS = range(64, 79)
+_AS_A_SHELL_REPORTS = {
+    ErrorCode.GUEST_TRAPPED: 134,
+    ErrorCode.GUEST_TIMEOUT: 124,
+    ErrorCode.GUEST_OUT_OF_FUEL: 152,
+    ErrorCode.GUEST_OUT_OF_MEMORY: 137,
+}
+"""Ends of WebAssembly guests, as those of native programs: by timeout(1), SIGABRT, SIGXCPU and SIGKILL."""
 
 
 def test_every_code_has_one_row() -> None:
@@ -20,10 +27,10 @@ def test_every_code_has_one_row() -> None:
 
 @pytest.mark.parametrize("row", ERRORS.values(), ids=lambda row: row.code.value)
 def test_rows_are_complete(row: ErrorSpec) -> None:
-    """Each has a sentence, an HTTP error status, a sysexits code and a valid close code."""
+    """Each has a sentence, an HTTP error status, a sysexits code, but for guests, and a valid close code."""
     assert row.message.endswith(".")
     assert 400 <= row.http_status < 600
-    assert row.exit_code in _SYSEXITS
+    assert row.exit_code in _SYSEXITS or row.exit_code == _AS_A_SHELL_REPORTS.get(row.code)
     assert row.close_code is None or row.close_code in set(CloseCode)
 
 

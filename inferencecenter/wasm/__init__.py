@@ -1,0 +1,1 @@
+"""Runs WebAssembly guests that use models through the wasi-nn interface: graph = model, execution context = session."""
