@@ -11,7 +11,8 @@ from inferencecenter.api.endpoint import Call, Operation, document
 from inferencecenter.api.errors import OWN_ERRORS
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.protocol.values import MessageImage
-from inferencecenter.sessions.images.library import FORMATS_HINT, ImageOwner
+from inferencecenter.sessions.images.decoder import FORMATS_HINT
+from inferencecenter.sessions.images.library import ImageOwner
 
 if TYPE_CHECKING:
     from inferencecenter.api.endpoint import Reply

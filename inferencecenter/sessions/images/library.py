@@ -1,10 +1,9 @@
 """Images on their way: from clients to the store, and from there to engines.
 
 A message in parts becomes one whose images are named by digest, before anything of its request happens, so that turns,
-records and histories never hold files. A file is untrusted input for libraries in C, so each one is decoded in a new
-process (``decoding_worker``) with limits on CPU time, memory and wall-clock time; a failure costs one file. Files of
-sessions that are not stored are held in memory until their session ends. Engines request pixels when they must compute
-rows of an image, which is decoded again then: only its digest and size are needed otherwise.
+records and histories never hold files. A file whose bytes a client has sent before is found by its digest and not
+decoded again. Files of sessions that are not stored are held in memory until their session ends. Engines request pixels
+when they must compute rows of an image, which is decoded again then: only its digest and size are needed otherwise.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import subprocess
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import orjson
 import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -32,17 +28,16 @@ from inferencecenter.protocol.values import (
     MessageImagePart,
     MessageInParts,
 )
+from inferencecenter.sessions.images.decoder import FORMATS_HINT, ImageDecoder
 from inferencecenter.sessions.images.store import too_many_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from inferencecenter.sessions.images.decoder import DecodedImage
     from inferencecenter.sessions.images.fetcher import ImageFetcher
     from inferencecenter.sessions.images.store import ImageFile
 
-DECODER: Final = "inferencecenter.sessions.images.decoding_worker"
-FORMATS_HINT: Final = "PNG, JPEG, WebP and GIF files are supported; of an animation the first frame is used."
-_WALL_S: Final = 60.0
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 MAX_POOL_BYTES: Final = 256 * 1024 * 1024
 _PIXEL_BYTES: Final = 64 * 1024 * 1024
@@ -50,41 +45,6 @@ _PIXEL_BYTES: Final = 64 * 1024 * 1024
 _COLLECT_EVERY: Final = 64
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedImage:
-    """An image, and its pixels: red, green and blue bytes, row by row from the top."""
-
-    image: MessageImage
-    pixels: bytes
-
-
-def decode(file: bytes) -> DecodedImage:
-    """Decode a file in a new process. Blocks.
-
-    Raises:
-        InferenceCenterError: ``invalid_request`` for a file that is no image, is damaged or exceeds a limit.
-    """
-    try:
-        ended = subprocess.run(  # noqa: S603 - a command of our own; the file is its input
-            [sys.executable, "-m", DECODER], input=file, capture_output=True, timeout=_WALL_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise _refusal("decoding it takes too long") from None
-    line, _, pixels = ended.stdout.partition(b"\n")
-    if ended.returncode or not line:
-        raise _refusal("decoding it takes too much time or memory")
-    result = orjson.loads(line)
-    if "error" in result:
-        raise _refusal(result["error"])
-    return DecodedImage(MessageImage(digest=hashlib.sha256(file).hexdigest(), **result), pixels)
-
-
-def _refusal(reason: str) -> InferenceCenterError:
-    return InferenceCenterError(
-        ErrorCode.INVALID_REQUEST, f"an image cannot be used: {reason}", field="messages", hint=FORMATS_HINT
-    )
 
 
 def has_images(messages: Iterable[ChatMessage | MessageInParts]) -> bool:
@@ -134,7 +94,7 @@ class ImageLibrary:
         max_held_bytes: Bytes that a client's images in memory may have together.
         max_pool_bytes: Bytes that the images of requests without a session may have together, for all clients.
         clock: Unix seconds.
-        decoded: Decodes a file; blocks.
+        decoded: Decodes a file; blocks. By default an ``ImageDecoder`` does.
         fetcher: Fetches files at addresses; without one, none is fetched.
     """
 
@@ -146,7 +106,7 @@ class ImageLibrary:
         clock: Callable[[], float],
         max_held_bytes: int = MAX_HELD_BYTES,
         max_pool_bytes: int = MAX_POOL_BYTES,
-        decoded: Callable[[bytes], DecodedImage] = decode,
+        decoded: Callable[[bytes], DecodedImage] | None = None,
         fetcher: ImageFetcher | None = None,
     ) -> None:
         self._file = file
@@ -154,7 +114,8 @@ class ImageLibrary:
         self._max_held_bytes = max_held_bytes
         self._max_pool_bytes = max_pool_bytes
         self._clock = clock
-        self._decoded = decoded
+        self._processes = ImageDecoder()
+        self._decoded = decoded or self._processes.decode
         self._fetcher = fetcher
         self._decoder = FairWorker("image-decoder")
         self._disk = FairWorker("image-store")
@@ -260,6 +221,7 @@ class ImageLibrary:
 
     def close(self) -> None:
         self._decoder.close()
+        self._processes.close()
         self._disk.close()
         if self._file is not None:
             self._file.close()

@@ -17,7 +17,8 @@ from inferencecenter.protocol.values import (
     MessageInParts,
     MessageTextPart,
 )
-from inferencecenter.sessions.images.library import DecodedImage, ImageLibrary, ImageOwner
+from inferencecenter.sessions.images.decoder import DecodedImage
+from inferencecenter.sessions.images.library import ImageLibrary, ImageOwner
 from inferencecenter.sessions.images.store import GRACE_S, IMAGES_NAME, ImageFile
 from inferencecenter.sessions.store.database import open_file
 from inferencecenter.sessions.store.schema import DATABASE_NAME
