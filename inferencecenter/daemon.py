@@ -72,7 +72,7 @@ from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, re
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
 from inferencecenter.supervisor.planning import Planner, ReplicaShare
 from inferencecenter.supervisor.poison_turns import CrashLimit, PoisonTurnStore
-from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
+from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S, LocalLauncher
 from inferencecenter.supervisor.replica_placement import ReplicaRates
 from inferencecenter.supervisor.replica_set import Replica, ReplicaSet, loaded_siblings
 from inferencecenter.supervisor.step_metrics import StepMeter
@@ -754,7 +754,7 @@ def make_models(
             crash_limit=crash_limit,
             suspicion_file=suspicion_file,
             suspicions=suspicions,
-            lock_path=settings.state_dir / f"engine-{replica_key(spec, index)}.lock",
+            launcher=LocalLauncher(settings.state_dir / f"engine-{replica_key(spec, index)}.lock"),
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)

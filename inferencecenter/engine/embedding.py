@@ -425,10 +425,13 @@ class EmbeddingLoop(CommandLoop):
 
     def _drop_all(self, *, park_all: bool) -> int:
         """Drop all requests; the next engine gets them again."""
+        self._drop_turns()
+        return 0
+
+    def _drop_turns(self) -> None:
         for request in self._requests.values():
             self._forget(request)
         self._requests.clear()
-        return 0
 
 
 def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -109,6 +109,12 @@ class FairWorkers:
             job.cancelled = True
             self._waiting.withdraw(job.client_id, job)
 
+    def unless_cancelled(self, job: Job, call: Callable[[], None]) -> None:
+        """Make a call that does not block, unless the job is cancelled; ``cancel`` does not return meanwhile."""
+        with self._lock:
+            if not job.cancelled:
+                call()
+
     def close(self) -> None:
         """Cancel all jobs."""
         with self._lock:

@@ -156,6 +156,10 @@ class ImageStore:
         """Forget that pixels were requested: the front does not have them."""
         self._requested.discard(digest)
 
+    def forget_requests(self) -> None:
+        """Forget all requests for pixels: nothing answers them."""
+        self._requested.clear()
+
     def encode(self, span: ImageSpan) -> None:
         """Compute the embeddings of a run from the image's pixels.
 

@@ -28,6 +28,7 @@ from inferencecenter.ipc.messages import (
     EngineLimits,
     ImageData,
     KvRamLimit,
+    Reattach,
     ReleaseSession,
     RetainSessions,
     Submit,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 INBOX_BYTES: Final = 256 * 1024 * 1024
 """Bytes of commands that are read while the loop is busy; beyond that the socket is not read."""
 _GRACE_S: Final = 1.0
+_URGENT: Final = (AbortTurn, ReleaseSession, Suspend, Reattach)
 _SIZED: Final = (Submit, Embed, TokenizeRequest, DetokenizeRequest, ImageData)
 
 
@@ -63,6 +65,7 @@ class ReceivedCommand:
         | EngineLimits
         | KvRamLimit
         | Suspend
+        | Reattach
     )
     at_s: float
     size_bytes: int = field(init=False)
@@ -120,7 +123,8 @@ class Inbox:
                 self._held_bytes += size_bytes
         self._commands.put(command)
         if isinstance(command, FrontDisconnected) or (
-            isinstance(command, ReceivedCommand) and isinstance(command.command, AbortTurn | ReleaseSession | Suspend)
+            isinstance(command, ReceivedCommand)
+            and isinstance(command.command, AbortTurn | ReleaseSession | Suspend | Reattach)
         ):
             self._urgent = True
 

@@ -51,6 +51,8 @@ from inferencecenter.ipc.messages import (
     KvRamLimit,
     LogLine,
     QueuePosition,
+    Ready,
+    Reattach,
     ReleaseSession,
     RetainSessions,
     StepOutput,
@@ -211,6 +213,7 @@ class CommandLoop(ABC):
         clock: Callable[[], float],
         projector: Projector | None = None,
     ) -> None:
+        self._codec = codec
         self._queue_timeout_s = options.queue_timeout_s or math.inf
         self._inbox = inbox
         self._heartbeat = heartbeat
@@ -284,6 +287,10 @@ class CommandLoop(ABC):
         """Drop all requests without events for ``Suspend``; return how many sessions are on disk."""
 
     @abstractmethod
+    def _drop_turns(self) -> None:
+        """Drop all requests for ``Reattach``; KV stays where it is."""
+
+    @abstractmethod
     def _manage_kv(self, command: ReleaseSession | RetainSessions | KvRamLimit) -> None:
         """Release or limit KV, where there is any."""
 
@@ -335,6 +342,8 @@ class CommandLoop(ABC):
                 self._throttle.change(limits.pause_ms / 1000)
             case Suspend(park_all=park_all):
                 self._suspend(park_all=park_all)
+            case Reattach():
+                self._reattach()
 
     def _suspend(self, *, park_all: bool) -> None:
         """Stop all requests without events, and ignore further commands; see ``Suspend``."""
@@ -344,6 +353,15 @@ class CommandLoop(ABC):
         on_disk = self._drop_all(park_all=park_all)
         self._report()
         self._send(Suspended(on_disk))
+
+    def _reattach(self) -> None:
+        """Drop all requests without events, and continue for another connection; see ``Reattach``."""
+        self._tokenizer.clear()
+        self._deadlines.clear()
+        self._drop_turns()
+        self._events.clear()
+        self._report()
+        self._send(Ready(self._codec.model))
 
     def _refuse(self, turn_id: str, what: str) -> None:
         """Fail a request that this kind of model cannot run."""
@@ -647,6 +665,14 @@ class EngineLoop(CommandLoop):
 
     def _limit(self, limits: EngineLimits) -> None:
         self._scheduler.limit(limits, now=self._clock())
+
+    def _drop_turns(self) -> None:
+        self._tokenization.clear()
+        self._executor.close()
+        self._arrived.clear()
+        self._scheduler.end_all(now=self._clock())
+        if self._images is not None:
+            self._images.forget_requests()
 
     def _drop_all(self, *, park_all: bool) -> int:
         """Drop all turns, and write their KV to disk."""

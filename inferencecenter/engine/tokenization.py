@@ -239,7 +239,7 @@ class TokenizationStage:
     def _submit_job(
         self, pending: PendingSubmission, workers: FairWorkers, work: Callable[[Job], TokenizedTurn | GrammarReady]
     ) -> None:
-        run = partial(self._run, pending.submit.turn_id, work)
+        run = partial(self._run, pending.submit.turn_id, workers, work)
         pending.job = Job(pending.submit.client_id, run, pending.size_bytes)
         workers.submit(pending.job)
 
@@ -254,7 +254,9 @@ class TokenizationStage:
             self._compilations.cancel(pending.job)
             self._grammars.interrupt()
 
-    def _run(self, turn_id: str, work: Callable[[Job], TokenizedTurn | GrammarReady], job: Job) -> None:
+    def _run(
+        self, turn_id: str, workers: FairWorkers, work: Callable[[Job], TokenizedTurn | GrammarReady], job: Job
+    ) -> None:
         """Run a turn's job on a worker thread and put its result into the inbox."""
         result: PreparationResult
         try:
@@ -267,8 +269,7 @@ class TokenizationStage:
         except BaseException as error:  # noqa: BLE001
             message = "The turn could not be prepared."
             result = TokenizationFailed(turn_id, failure_of(error, "preparing a turn", message, on_log=self._on_log))
-        if not job.cancelled:
-            self._put(result)
+        workers.unless_cancelled(job, partial(self._put, result))
 
     def _compile(self, submit: Submit, job: Job) -> GrammarReady:
         assert submit.grammar is not None, "it has one"
@@ -424,6 +425,11 @@ class TokenizerService:
         """Cancel a lookup; an unknown one has just been answered."""
         if (job := self._jobs.pop(lookup_id, None)) is not None:
             self._workers.cancel(job)
+
+    def clear(self) -> None:
+        """Cancel all lookups."""
+        for lookup_id in tuple(self._jobs):
+            self.cancel(lookup_id)
 
     def _answer(self, question: TokenizeRequest | DetokenizeRequest, job: Job) -> None:
         answer: LookupAnswer

@@ -16,20 +16,22 @@ from inferencecenter.ipc.messages import FromEngine, ToEngine
 if TYPE_CHECKING:
     import socket
 
+    from inferencecenter.ipc.link import FromHost, ToHost
+
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 _LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
 
-Message = TypeVar("Message", ToEngine, FromEngine)
+Message = TypeVar("Message")
 
 
 class FramingError(Exception):
     """The peer sent something that is not a frame; nothing after it can be decoded."""
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: ToHost | FromHost) -> bytes:
     """Return ``message`` as one frame.
 
     Raises:
@@ -51,7 +53,7 @@ class Decoder(Generic[Message]):
 
     def __init__(self, union: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
-        self._max_frame_bytes = max_frame_bytes
+        self.max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
@@ -66,8 +68,8 @@ class Decoder(Generic[Message]):
         while len(self._buffer) - start >= _LENGTH_BYTES:
             body = start + _LENGTH_BYTES
             size = int.from_bytes(self._buffer[start:body], "little")
-            if size > self._max_frame_bytes:
-                raise FramingError(f"a frame of {size} bytes exceeds {self._max_frame_bytes}")
+            if size > self.max_frame_bytes:
+                raise FramingError(f"a frame of {size} bytes exceeds {self.max_frame_bytes}")
             if len(self._buffer) - body < size:
                 break
             payload = bytes(self._buffer[body : body + size])

@@ -191,6 +191,13 @@ class Suspend(msgspec.Struct, frozen=True, tag=True):
     park_all: bool = False
 
 
+class Reattach(msgspec.Struct, frozen=True, tag=True):
+    """Drop all turns and lookups without events, and reply ``Ready``: another connection to the front follows.
+
+    What precedes this ``Ready`` belongs to the last connection. KV and limits stay as they are.
+    """
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True, tag=True):
     """Tokenize text; the reply is ``Tokenized``, or ``TokensCounted`` with ``count_only``.
 
@@ -299,6 +306,7 @@ ToEngine: TypeAlias = (
     | EngineLimits
     | KvRamLimit
     | Suspend
+    | Reattach
 )
 
 

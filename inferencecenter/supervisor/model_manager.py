@@ -279,7 +279,7 @@ class ModelManager:
     async def stop(self) -> None:
         """End all engines for good."""
         await self._tasks.cancel()
-        await asyncio.gather(*(engine.stop() for engine in self._begun))
+        await asyncio.gather(*(engine.stop(leave=True) for engine in self._begun))
         await self._retiring.cancel()
 
     def ensure_loaded(self, name: str, client_id: str = "") -> None:

@@ -1,4 +1,4 @@
-"""One engine process: the lock that outlives a dead daemon, the start, the messages and the exit."""
+"""One engine: the lock that outlives a dead daemon, the process, its start, its messages and its exit."""
 
 from __future__ import annotations
 
@@ -8,142 +8,27 @@ import logging
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc import engine_child
-from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FramingError, encode, from_engine_decoder
+from inferencecenter.ipc.channel import Channel
+from inferencecenter.ipc.framing import from_engine_decoder
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, Suspend
 
 if TYPE_CHECKING:
-    import socket
     import subprocess
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import FromEngine, LogLine, Suspended, ToEngine
-
-
-MAX_UNREAD_BYTES: Final = 3 * MAX_FRAME_BYTES
-"""Most bytes that may wait for an engine that does not read; beyond that it counts as lost."""
-WINDOW_BYTES: Final = 8 * 2**20
-"""Bytes that may wait before turns are held back. One more turn and all lookups still fit below the limit."""
-
-
-class Channel(asyncio.Protocol):
-    """Frames over a connected socket.
-
-    Args:
-        on_message: Called on the event loop with each message, in order; must not raise.
-        on_drain: Called on the event loop when there is room again; must not raise.
-        window_bytes: Unread bytes beyond which there is no room.
-        max_unread_bytes: Unread bytes beyond which the channel gives up.
-    """
-
-    def __init__(
-        self,
-        on_message: Callable[[FromEngine], None],
-        *,
-        on_drain: Callable[[], None] = lambda: None,
-        window_bytes: int = WINDOW_BYTES,
-        max_unread_bytes: int = MAX_UNREAD_BYTES,
-    ) -> None:
-        self._on_message = on_message
-        self._on_drain = on_drain
-        self._window_bytes = window_bytes
-        self._max_unread_bytes = max_unread_bytes
-        self._has_room = True
-        self._decoder = from_engine_decoder()
-        self._transport: asyncio.Transport | None = None
-        self._fault = ""
-        self._lost = asyncio.Event()
-
-    @classmethod
-    async def open(
-        cls,
-        sock: socket.socket,
-        on_message: Callable[[FromEngine], None],
-        *,
-        on_drain: Callable[[], None] = lambda: None,
-        window_bytes: int = WINDOW_BYTES,
-    ) -> Channel:
-        """Return a channel that owns a connected Unix socket."""
-        _, channel = await asyncio.get_running_loop().create_unix_connection(
-            lambda: cls(on_message, on_drain=on_drain, window_bytes=window_bytes), sock=sock
-        )
-        return channel
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the unread bytes are within the window; ``on_drain`` is called when they are again."""
-        return self._has_room
-
-    def send(self, message: ToEngine) -> None:
-        """Send a message; does nothing once the channel is lost.
-
-        Raises:
-            FramingError: The message is too large for a frame.
-        """
-        frame = encode(message)
-        if self._transport is None or self._transport.is_closing():
-            return
-        self._transport.write(frame)
-        unread = self._transport.get_write_buffer_size()
-        if unread > self._max_unread_bytes:
-            self._give_up(f"the engine left {unread} bytes unread")
-
-    def close(self) -> None:
-        """Close the socket after sending what is buffered."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def lost(self) -> str:
-        """Wait until nothing more will arrive; return the cause, empty after a plain end of file."""
-        await self._lost.wait()
-        return self._fault
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(high=self._window_bytes)
-
-    def pause_writing(self) -> None:
-        """Record that the window is exceeded."""
-        self._has_room = False
-
-    def resume_writing(self) -> None:
-        """Call ``on_drain``: a good part of the window has been read."""
-        self._has_room = True
-        self._on_drain()
-
-    def data_received(self, data: bytes) -> None:
-        """Deliver the complete messages."""
-        try:
-            messages = self._decoder.feed(data)
-        except FramingError as error:
-            self._give_up(str(error))
-            return
-        for message in messages:
-            self._on_message(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wake the callers of ``lost``."""
-        self._fault = self._fault or (str(exc) if exc else "")
-        self._lost.set()
-
-    def _give_up(self, fault: str) -> None:
-        self._fault = self._fault or fault
-        self.abort()
-
 
 # The lock ensures that the engine of a dead daemon is gone before the next one starts: the engine inherits a locked
 # file that its daemon then closes. So the lock is held exactly as long as the engine lives, whatever happens to the
@@ -237,6 +122,17 @@ async def _exited(pid: int) -> None:
         os.close(pidfd)
 
 
+class EngineLink(Protocol):
+    """An engine as the queue sees it."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another turn may be sent now."""
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; raises ``FramingError`` if it is too large."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineExit:
     """How an engine ended, and the turns that it was busy with.
@@ -251,88 +147,49 @@ class EngineExit:
     from_outside: bool = False
 
 
-class EngineProcess:
-    """A running ``python -m inferencecenter.engine``, its ``channel`` and its heartbeat; made by ``spawn``."""
+class Engine(ABC):
+    """A running engine behind its ``channel``, in a child process or on another machine."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        output: asyncio.StreamReader,
-        channel: Channel,
-        heartbeat: Heartbeat,
-    ) -> None:
-        self._process = process
-        self.channel = channel
-        self.send = channel.send  # does nothing if the engine is gone
-        self._killed = False
-        self._killed_because = ""
-        self._heartbeat: Heartbeat | None = heartbeat
-        self._suspects: tuple[str, ...] = ()
+    def __init__(self) -> None:
         self._quiet = asyncio.Event()
-        self._tasks = TaskGroup("engine-process")
-        self._last_line = ""
-        self._output = self._tasks.spawn(self._log_output(output), name="output")
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    @abstractmethod
+    def channel(self) -> EngineLink:
+        """Where messages are sent; sending does nothing if the engine is gone."""
 
     @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The process, if it runs on this machine."""
+
+    @property
+    @abstractmethod
     def ticks(self) -> int:
         """The engine's progress counter: it changes whenever the engine does something."""
-        return self._heartbeat.ticks if self._heartbeat else 0
 
-    @classmethod
-    async def spawn(
-        cls,
-        options: EngineOptions,
-        *,
-        on_message: Callable[[FromEngine], None],
-        on_drain: Callable[[], None] = lambda: None,
-        keep_open: Sequence[int] = (),
-    ) -> EngineProcess:
-        """Start an engine.
-
-        Call it from the main thread: the kernel kills the engine when the *thread* that started it ends.
-
-        Args:
-            options: Sent as the first frame, with this process as the parent and a new heartbeat.
-            on_message: Called on the event loop with each message of the engine.
-            on_drain: Called on the event loop when the channel has room again.
-            keep_open: File descriptors of which the engine gets copies, to be open as long as it lives.
-
-        Raises:
-            OSError: The process cannot be started.
-        """
-        assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
-        with ExitStack() as undone:
-            heartbeat = Heartbeat.create()
-            undone.callback(heartbeat.close)
-            child = engine_child.take()
-            undone.callback(child.discard)
-            with suppress(BrokenPipeError):  # it has died; the channel reports that
-                engine_child.send_descriptors(child.socket, (heartbeat.fd, *keep_open))
-            output = await _read_pipe(child.process)
-            channel = await Channel.open(child.socket, on_message, on_drain=on_drain)
-            undone.pop_all()
-        channel.send(Configure(options.replace(parent_pid=os.getpid()).model_dump_json().encode()))
-        return cls(child.process, output, channel, heartbeat)
-
+    @abstractmethod
     def close(self) -> None:
-        """Request the engine's exit by closing the pipe."""
-        self.channel.close()
+        """Request the engine's exit."""
 
+    @abstractmethod
     def kill(self, *, because: str = "") -> None:
         """Kill the engine; ``because`` becomes the detail of its ``EngineExit``."""
-        self._killed, self._killed_because = True, because or self._killed_because
-        self._process.kill()
+
+    @abstractmethod
+    async def gone(self) -> EngineExit:
+        """Wait until everything of the engine has been read and it is gone; return how it ended."""
+
+    async def leave(self, *, suspend_deadline_s: float | None, deadline_s: float) -> None:
+        """End the engine with this daemon, or leave it to the next one where that is possible; see ``end``."""
+        await self.end(suspend_deadline_s=suspend_deadline_s, deadline_s=deadline_s)
 
     async def suspend(self, *, deadline_s: float, park_all: bool = False) -> None:
         """Have the engine stop its turns and write their KV to disk; wait for that at most ``deadline_s``.
 
         With ``park_all``, KV that may not be written to disk stays in memory for the next engine.
         """
-        self.send(Suspend(park_all))
+        self.channel.send(Suspend(park_all))
         try:
             async with asyncio.timeout(deadline_s):
                 await self._quiet.wait()
@@ -368,9 +225,90 @@ class EngineProcess:
             self.kill()
             await self.gone()
 
+
+class EngineProcess(Engine):
+    """A running ``python -m inferencecenter.engine``, its channel and its heartbeat; made by ``spawn``."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        output: asyncio.StreamReader,
+        channel: Channel[ToEngine, FromEngine],
+        heartbeat: Heartbeat,
+    ) -> None:
+        super().__init__()
+        self._process = process
+        self._channel = channel
+        self._killed = False
+        self._killed_because = ""
+        self._heartbeat: Heartbeat | None = heartbeat
+        self._suspects: tuple[str, ...] = ()
+        self._tasks = TaskGroup("engine-process")
+        self._last_line = ""
+        self._output = self._tasks.spawn(self._log_output(output), name="output")
+
+    @property
+    def channel(self) -> Channel[ToEngine, FromEngine]:
+        return self._channel
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ticks(self) -> int:
+        return self._heartbeat.ticks if self._heartbeat else 0
+
+    @classmethod
+    async def spawn(
+        cls,
+        options: EngineOptions,
+        *,
+        on_message: Callable[[FromEngine], None],
+        on_drain: Callable[[], None] = lambda: None,
+        keep_open: Sequence[int] = (),
+    ) -> EngineProcess:
+        """Start an engine.
+
+        Call it from the main thread: the kernel kills the engine when the *thread* that started it ends.
+
+        Args:
+            options: Sent as the first frame, with this process as the parent and a new heartbeat.
+            on_message: Called on the event loop with each message of the engine.
+            on_drain: Called on the event loop when the channel has room again.
+            keep_open: File descriptors of which the engine gets copies, to be open as long as it lives.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
+        assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
+
+        def open_channel() -> Channel[ToEngine, FromEngine]:
+            return Channel(from_engine_decoder(), on_message, on_drain=on_drain)
+
+        with ExitStack() as undone:
+            heartbeat = Heartbeat.create()
+            undone.callback(heartbeat.close)
+            child = engine_child.take()
+            undone.callback(child.discard)
+            with suppress(BrokenPipeError):  # it has died; the channel reports that
+                engine_child.send_descriptors(child.socket, (heartbeat.fd, *keep_open))
+            pipe, output = await _read_pipe(child.process)
+            undone.callback(pipe.close)
+            _, channel = await asyncio.get_running_loop().create_unix_connection(open_channel, sock=child.socket)
+            undone.pop_all()
+        channel.send(Configure(options.replace(parent_pid=os.getpid()).model_dump_json().encode()))
+        return cls(child.process, output, channel, heartbeat)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def kill(self, *, because: str = "") -> None:
+        self._killed, self._killed_because = True, because or self._killed_because
+        self._process.kill()
+
     async def gone(self) -> EngineExit:
-        """Wait until the pipe has been read to its end and the process is gone; return how it ended."""
-        fault = await self.channel.lost()
+        fault = await self._channel.lost()
         self._quiet.set()
         try:
             async with asyncio.timeout(EXIT_GRACE_S):
@@ -417,12 +355,14 @@ class EngineProcess:
             _log.warning("engine_output", line=text, pid=self.pid)
 
 
-async def _read_pipe(process: subprocess.Popen[bytes]) -> asyncio.StreamReader:
-    """Return a reader of what a process writes to its standard output."""
+async def _read_pipe(process: subprocess.Popen[bytes]) -> tuple[asyncio.ReadTransport, asyncio.StreamReader]:
+    """Return the transport and a reader of what a process writes to its standard output."""
     stream = asyncio.StreamReader()
     assert process.stdout is not None, "the process was started with a pipe"
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), process.stdout)
-    return stream
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), process.stdout
+    )
+    return transport, stream
 
 
 def log_line(message: LogLine) -> None:
@@ -430,27 +370,57 @@ def log_line(message: LogLine) -> None:
     _log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)
 
 
-async def launch(
-    options: EngineOptions,
-    *,
-    is_first: bool,
-    on_message: Callable[[FromEngine], None],
-    on_drain: Callable[[], None],
-    lock_path: Path | None,
-) -> EngineProcess:
-    """Start an engine that holds the lock at ``lock_path``, if given, and adopts parked KV.
+class EngineLauncher(Protocol):
+    """Starts the engines of a model, one after the other."""
 
-    Of the KV that another daemon's engine parked, only that of durable sessions is adopted. The first engine that is
-    ready deletes the rest, so all that is found later was parked for sessions of this daemon.
+    async def launch(
+        self,
+        options: EngineOptions,
+        *,
+        is_first: bool,
+        on_message: Callable[[FromEngine], None],
+        on_drain: Callable[[], None],
+    ) -> Engine:
+        """Start an engine, which adopts parked KV.
 
-    Raises:
-        EngineLockError: Another engine holds the lock and does not exit.
-        OSError: The process cannot be started, or the lock cannot be opened.
+        Of the KV that another daemon's engine parked, only that of durable sessions is adopted. The first engine that
+        is ready deletes the rest, so all that is found later was parked for sessions of this daemon.
+
+        Args:
+            options: The engine's configuration.
+            is_first: Whether no engine of this daemon has been ready before.
+            on_message: Called on the event loop with each message of the engine.
+            on_drain: Called on the event loop when the channel has room again.
+
+        Raises:
+            EngineLockError: Another engine holds the lock and does not exit.
+            OSError: The engine cannot be started.
+        """
+
+
+class LocalLauncher:
+    """Starts engines as children of this process; implements ``EngineLauncher``.
+
+    Args:
+        lock_path: Each engine holds this lock as long as it lives; ``None`` for no lock.
     """
-    options = options.replace(kv_adopt="durable" if is_first else "all")
-    if lock_path is None:
-        return await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain)
-    async with engine_lock(lock_path) as fd:
-        process = await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain, keep_open=(fd,))
-        record_holder(fd, process.pid)
-        return process
+
+    def __init__(self, lock_path: Path | None = None) -> None:
+        self._lock_path = lock_path
+
+    async def launch(
+        self,
+        options: EngineOptions,
+        *,
+        is_first: bool,
+        on_message: Callable[[FromEngine], None],
+        on_drain: Callable[[], None],
+    ) -> EngineProcess:
+        """Start an engine; see ``EngineLauncher``."""
+        options = options.replace(kv_adopt="durable" if is_first else "all")
+        if self._lock_path is None:
+            return await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain)
+        async with engine_lock(self._lock_path) as fd:
+            process = await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain, keep_open=(fd,))
+            record_holder(fd, process.pid)
+            return process

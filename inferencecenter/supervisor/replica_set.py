@@ -293,10 +293,10 @@ class ReplicaSet:
         """Stop permanently once there are no turns; see ``Supervisor``."""
         await asyncio.gather(*(each.retire() for each in self.supervisors))
 
-    async def stop(self) -> None:
+    async def stop(self, *, leave: bool = False) -> None:
         """End all engines for good; see ``Supervisor``."""
         self._started = False
-        await asyncio.gather(*(each.stop() for each in self.supervisors))
+        await asyncio.gather(*(each.stop(leave=leave) for each in self.supervisors))
 
     # The engine port.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from msgspec import structs
@@ -37,9 +37,10 @@ from inferencecenter.supervisor.process import EngineExit
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from inferencecenter.ipc.messages import LoadFailed, ToEngine, TurnEvent
+    from inferencecenter.ipc.messages import LoadFailed, TurnEvent
     from inferencecenter.ipc.port import EngineStatus, EngineTurn
     from inferencecenter.supervisor.poison_turns import CrashLimit, Suspicion
+    from inferencecenter.supervisor.process import EngineLink
 
 _RETRY_MS: Final = 1000
 _GIVEN_UP: Final = (
@@ -93,17 +94,6 @@ class QueueLengthAlarm:
             return False
         self._warned = True
         return True
-
-
-class EngineLink(Protocol):
-    """An engine as the queue sees it."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another turn may be sent now."""
-
-    def send(self, message: ToEngine) -> None:
-        """Send a message; raises ``FramingError`` if it is too large."""
 
 
 class RequestQueue:

@@ -47,7 +47,7 @@ from inferencecenter.supervisor.process import (
     SUSPEND_DEADLINE_S,
     EngineExit,
     EngineLockError,
-    launch,
+    LocalLauncher,
     log_line,
 )
 from inferencecenter.supervisor.request_queue import QueueLengthAlarm, RequestQueue, not_loaded, queue_full, unavailable
@@ -56,7 +56,6 @@ from inferencecenter.supervisor.tokenizer_client import TokenizerClient
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
-    from pathlib import Path
 
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import (
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
     )
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns, Suspicion
-    from inferencecenter.supervisor.process import EngineProcess
+    from inferencecenter.supervisor.process import Engine, EngineLauncher
 
 _HOLDS_MEMORY: Final = (EngineState.STARTING, EngineState.READY, EngineState.BACKOFF, EngineState.SUSPENDING)
 _NOTHING_RUNS: Final = StepOutput(events=(), running=0, waiting=0, rss_bytes=0)
@@ -102,7 +101,7 @@ class Supervisor:
         crash_limit: Counts deaths of engines by client, and decides whose turns are refused; ``None`` refuses none.
         suspicion_file: Stores the suspected turns for the next daemon; ``None`` stores nothing.
         suspicions: The suspected turns, shared with other replicas of the model; ``None`` for own ones.
-        lock_path: The lock by which the engine of a dead daemon is detected; ``None`` for no lock.
+        launcher: Starts the engines; children without a lock if ``None``.
         jitter: Returns numbers from 0 to 1.
         monotonic: Monotonic clock in seconds.
     """
@@ -120,7 +119,7 @@ class Supervisor:
         crash_limit: CrashLimit | None = None,
         suspicion_file: PoisonTurnStore | None = None,
         suspicions: dict[str, Suspicion] | None = None,
-        lock_path: Path | None = None,
+        launcher: EngineLauncher | None = None,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,7 +134,7 @@ class Supervisor:
         self._ends_with_it = ends_with_it
         self._on_step = on_step
         self._pixels = pixels
-        self._lock_path = lock_path
+        self._launcher: EngineLauncher = launcher or LocalLauncher()
         self._suspicion_file = suspicion_file
         self._monotonic = monotonic
         self._tasks = TaskGroup("supervisor")
@@ -161,7 +160,7 @@ class Supervisor:
             call_later=call_later,
         )
         self._state = EngineState.STOPPED
-        self._process: EngineProcess | None = None
+        self._process: Engine | None = None
         self._model: ModelInfo | None = None
         self._progress = LoadProgress(monotonic=monotonic)
         self._load_failure: InferenceCenterError | None = None
@@ -364,11 +363,16 @@ class Supervisor:
         await self.stop()
 
     async def stop(
-        self, *, suspend_deadline_s: float = SUSPEND_DEADLINE_S, deadline_s: float = STOP_DEADLINE_S
+        self,
+        *,
+        leave: bool = False,
+        suspend_deadline_s: float = SUSPEND_DEADLINE_S,
+        deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
         """End the engine for good; running turns are interrupted and get no further events.
 
         Args:
+            leave: Whether an engine on another machine is left to the next daemon.
             suspend_deadline_s: Seconds for writing KV to disk.
             deadline_s: Seconds for the exit after that, before the engine is killed.
         """
@@ -385,8 +389,11 @@ class Supervisor:
         self._watch()
         await self._until(lambda: not self._turns.notifying)
         if (process := self._process) is not None:
-            await process.end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)
+            end = process.leave if leave and was_loaded else process.end
+            await end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)
         if self._keeper is not None:
+            if self._process is None:
+                self._keeper.cancel()  # its launch may wait for another machine
             await asyncio.wait([self._keeper])
         await self._tasks.cancel()
         self._change(EngineChange.ENDED)
@@ -446,7 +453,7 @@ class Supervisor:
     def send(self, message: ReleaseSession | EngineLimits | KvRamLimit) -> None:
         """Send a message if the engine is ready."""
         if self._process is not None and self._state is EngineState.READY:
-            self._process.send(message)
+            self._process.channel.send(message)
 
     # The engine's life cycle.
 
@@ -577,12 +584,11 @@ class Supervisor:
         """Run one engine until it is gone."""
         self._ready_since = None
         try:
-            process = await launch(
+            process = await self._launcher.launch(
                 self._options,
                 is_first=self._model is None,
                 on_message=self._on_message,
                 on_drain=self._turns.schedule_step,
-                lock_path=self._lock_path,
             )
         except (OSError, EngineLockError) as error:
             return EngineExit(f"the engine cannot be started: {error}")
@@ -600,7 +606,7 @@ class Supervisor:
             load_timer.cancel()
             self._process = None
 
-    def _give_up_loading(self, process: EngineProcess) -> None:
+    def _give_up_loading(self, process: Engine) -> None:
         if self._state is EngineState.STARTING:
             process.kill(because=f"loading took longer than {self._options.load_timeout_s:g} s")
 
@@ -671,10 +677,10 @@ class Supervisor:
             case Suspended() if self._process is not None:
                 self._process.suspended(message)
 
-    async def _send_pixels(self, process: EngineProcess, digest: str) -> None:
+    async def _send_pixels(self, process: Engine, digest: str) -> None:
         """Answer an engine that needs an image; the turns that wait for one that is gone fail."""
         pixels = None if self._pixels is None else await self._pixels(digest)
-        process.send(ImageData(digest, pixels))
+        process.channel.send(ImageData(digest, pixels))
 
     def _step(self, message: StepOutput) -> None:
         self._gauges = message
@@ -695,9 +701,9 @@ class Supervisor:
         log_ready(model)
         self._change(EngineChange.LOADED)
         if self._live_sessions is not None:
-            self._process.send(RetainSessions(tuple(self._live_sessions())))
+            self._process.channel.send(RetainSessions(tuple(self._live_sessions())))
         self._turns.connect(self._process.channel)
-        self._tokenizer.connect(self._process.send)
+        self._tokenizer.connect(self._process.channel.send)
         self._watch()
 
     def _load_failed(self, message: LoadFailed) -> None:
@@ -723,7 +729,7 @@ class Supervisor:
         self._listeners.notify(self.status)
 
 
-async def _suspend(process: EngineProcess) -> None:
+async def _suspend(process: Engine) -> None:
     """End an engine that keeps its KV; if that fails, kill it."""
     try:
         await process.end(park_all=True)

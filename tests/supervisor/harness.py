@@ -23,6 +23,7 @@ from inferencecenter.ipc.messages import (
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus, SessionKv
 from inferencecenter.protocol.params import Params, encode
+from inferencecenter.supervisor.process import LocalLauncher
 from inferencecenter.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.supervisor.poison_turns import CrashLimit
+    from inferencecenter.supervisor.process import EngineLauncher
 
 TIMEOUT_S = 60.0
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -150,6 +152,7 @@ class ObservedSupervisor:
         backoff_s: float = 0.01,
         crash_limit: CrashLimit | None = None,
         lock_path: Path | None = None,
+        launcher: EngineLauncher | None = None,
         **options: object,
     ) -> None:
         base: dict[str, object] = {
@@ -171,7 +174,7 @@ class ObservedSupervisor:
             ends_with_it=ends_with_it,
             admit=admit,
             crash_limit=crash_limit,
-            lock_path=lock_path,
+            launcher=launcher or LocalLauncher(lock_path),
         )
         self.left.append(self)
         self.states: list[EngineState] = []

@@ -37,6 +37,7 @@ from inferencecenter.ipc.messages import (
     Loading,
     ModelInfo,
     Ready,
+    Reattach,
     ReleaseSession,
     RetainSessions,
     Started,
@@ -118,6 +119,7 @@ class _Engine:
         self._heartbeat = heartbeat
         self._log = Path(options.model_path) if options.model_path else None
         self._delay_s = options.echo_delay_ms / 1000
+        self._model = _model(options)
         self._turns: dict[str, _Turn] = {}
 
     def run(self, inbox: queue.SimpleQueue[ToEngine | None]) -> None:
@@ -140,6 +142,9 @@ class _Engine:
                 self._turns[turn_id].released = True
             case Suspend():
                 self._pipe.send(Suspended(0))
+            case Reattach():
+                self._turns.clear()
+                self._pipe.send(Ready(self._model))
             case AbortTurn() | RetainSessions() | ReleaseSession() | Configure():
                 pass
 
@@ -230,8 +235,12 @@ def _load(pipe: BlockingChannel, options: _Options) -> bool:
     if how == "refuse" and not 0 <= options.n_gpu_layers <= int(bound):
         pipe.send(LoadFailed("invalid_model_file", "unable to allocate CUDA0 buffer", ""))
         return False
-    pipe.send(Ready(msgspec.structs.replace(MODEL, name=options.model_name or MODEL.name)))
+    pipe.send(Ready(_model(options)))
     return True
+
+
+def _model(options: _Options) -> ModelInfo:
+    return msgspec.structs.replace(MODEL, name=options.model_name or MODEL.name)
 
 
 def _main() -> None:

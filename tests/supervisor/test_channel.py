@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.ipc.framing import encode, to_engine_decoder
-from inferencecenter.ipc.messages import AbortTurn, FromEngine, Loading, LogLine, ReleaseSession
-from inferencecenter.supervisor.process import Channel
+from inferencecenter.ipc.channel import Channel
+from inferencecenter.ipc.framing import encode, from_engine_decoder, to_engine_decoder
+from inferencecenter.ipc.messages import AbortTurn, FromEngine, Loading, LogLine, ReleaseSession, ToEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 
 class ChannelEnd:
@@ -23,7 +23,7 @@ class ChannelEnd:
         self.other = other
         self.received: list[FromEngine] = []
         self.arrived = asyncio.Event()
-        self.channel: Channel
+        self.channel: Channel[ToEngine, FromEngine]
 
     def on_message(self, message: FromEngine) -> None:
         """Record a message."""
@@ -31,12 +31,24 @@ class ChannelEnd:
         self.arrived.set()
 
 
+async def opened(
+    sock: socket.socket, on_message: Callable[[FromEngine], None], **bounds: Any
+) -> Channel[ToEngine, FromEngine]:
+    """Return a channel that owns a connected socket."""
+
+    def made() -> Channel[ToEngine, FromEngine]:
+        return Channel(from_engine_decoder(), on_message, **bounds)
+
+    _, channel = await asyncio.get_running_loop().create_unix_connection(made, sock=sock)
+    return channel
+
+
 @pytest.fixture
 async def end() -> AsyncIterator[ChannelEnd]:
     """An open channel."""
     ours, theirs = socket.socketpair()
     made = ChannelEnd(theirs)
-    made.channel = await Channel.open(ours, made.on_message)
+    made.channel = await opened(ours, made.on_message)
     yield made
     made.channel.abort()
     theirs.close()
@@ -88,7 +100,7 @@ async def test_send_window_reports_backpressure() -> None:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     drained = asyncio.Event()
-    channel = await Channel.open(ours, lambda _: None, on_drain=drained.set, window_bytes=100_000)
+    channel = await opened(ours, lambda _: None, on_drain=drained.set, window_bytes=100_000)
     sent = 0
     while channel.has_room:
         channel.send(ReleaseSession("s" * 1000))
@@ -109,9 +121,7 @@ async def test_send_window_reports_backpressure() -> None:
 async def test_full_send_buffer_closes_the_channel() -> None:
     """The memory for unread messages is bounded."""
     ours, theirs = socket.socketpair()
-    _, channel = await asyncio.get_running_loop().create_unix_connection(
-        lambda: Channel(lambda _: None, max_unread_bytes=100_000), sock=ours
-    )
+    channel = await opened(ours, lambda _: None, max_unread_bytes=100_000)
     for _ in range(1000):
         channel.send(ReleaseSession("s" * 1000))
     assert "unread" in await channel.lost()

@@ -11,11 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.channel import MAX_UNREAD_BYTES
 from inferencecenter.ipc.messages import Cancelled, Failed, Submit, TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.lifecycle import POLLS
-from inferencecenter.supervisor.process import MAX_UNREAD_BYTES
 from tests.supervisor.conftest import STUB
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 from tests.supervisor.stub_engine import HANGS, answer

@@ -21,7 +21,7 @@ async def test_last_output_line_is_part_of_the_reason() -> None:
     """What the process writes outside the channel is logged."""
     with capture_logs() as logs:
         process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
-        process.send(Configure(b"{}"))
+        process.channel.send(Configure(b"{}"))
         async with asyncio.timeout(60):
             ended = await process.gone()
     assert ended.detail.startswith("the engine ended with status ")

@@ -320,9 +320,13 @@ class Scheduler:
 
         Valid between steps.
         """
+        self.end_all(now=now)
+        return self._placement.suspension(park_all=park_all)
+
+    def end_all(self, *, now: float) -> None:
+        """End all turns between two steps; their decoded tokens stay in KV."""
         for request in reversed(tuple(self._requests.values())):
             self._end(request, now=now)
-        return self._placement.suspension(park_all=park_all)
 
     def stale_fetches(self) -> tuple[str, ...]:
         """Return the parked sequences to stop loading, because no turn waits for them any more."""

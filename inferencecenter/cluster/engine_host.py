@@ -1,0 +1,325 @@
+"""The host of an engine: the process beside it that connects it to a front on another machine.
+
+``python -m inferencecenter.cluster.engine_host`` reads a ``LinkTicket`` as a line of JSON from standard input, and ends
+when that is closed, when its engine ends, when the front refuses it, or after ``orphan_s`` without a connection.
+
+The engine is a child as on the front's own machine: with a socket pair, a heartbeat page and a lock. The host passes
+its messages on, reads the page after its death, and keeps it while there is no connection. Then what the engine sends
+is dropped, and ``Reattach`` has it drop its turns: the front gives them to an engine again, with what was generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import structlog
+import uvloop
+
+from inferencecenter import __version__
+from inferencecenter.cluster.certificates import FRONT_NAME, client_context
+from inferencecenter.core.errors import reason_of
+from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.ipc.channel import Channel
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.framing import MAX_FRAME_BYTES
+from inferencecenter.ipc.link import (
+    BEAT_S,
+    EndEngine,
+    FrontBeat,
+    HostBeat,
+    HostedEngineEnded,
+    HostedEngineStarted,
+    HostHello,
+    HostRefused,
+    HostWelcome,
+    LinkTicket,
+    StartEngine,
+    to_host_decoder,
+)
+from inferencecenter.ipc.messages import Configure, Reattach, Suspended
+from inferencecenter.supervisor.process import EngineLockError, LocalLauncher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from inferencecenter.ipc.link import FromHost, ToHost
+    from inferencecenter.ipc.messages import FromEngine
+    from inferencecenter.supervisor.process import EngineProcess
+
+RETRY_S: Final = 0.5
+"""Seconds between two attempts to connect."""
+CONNECT_TIMEOUT_S: Final = 10.0
+_log = structlog.get_logger(__name__)
+
+
+class FrontLink:
+    """One connection to the front.
+
+    Args:
+        ticket: Whose front, and how long its silence may last.
+        hello: The first message.
+        on_message: Called with each message of the front but its heartbeats and its welcome.
+        on_drain: Called when the connection has room again.
+        ticks: Returns the engine's progress counter.
+    """
+
+    def __init__(
+        self,
+        ticket: LinkTicket,
+        hello: HostHello,
+        *,
+        on_message: Callable[[ToHost], None],
+        on_drain: Callable[[], None],
+        ticks: Callable[[], int],
+    ) -> None:
+        self._ticket = ticket
+        self._hello = hello
+        self._on_message = on_message
+        self._ticks = ticks
+        self._missed = 0
+        self.welcome: HostWelcome | None = None
+        self.channel: Channel[FromHost, ToHost] = Channel(
+            to_host_decoder(max_frame_bytes=MAX_FRAME_BYTES), self._receive, on_drain=on_drain
+        )
+
+    async def run(self) -> None:
+        """Connect, and exchange heartbeats until the connection is lost.
+
+        Raises:
+            OSError: The front cannot be reached, or is not the one that issued the ticket.
+        """
+        host, port = self._ticket.address
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await asyncio.get_running_loop().create_connection(
+                lambda: self.channel, host, port, ssl=client_context(self._ticket), server_hostname=FRONT_NAME
+            )
+        self.channel.send(self._hello)
+        while self._missed * BEAT_S < self._ticket.lost_after_s:
+            self._missed += 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self.channel.lost()
+                    return
+            if self.welcome is not None:
+                self.channel.send(HostBeat(self._ticks()))
+        self.channel.abort()
+
+    def _receive(self, message: ToHost) -> None:
+        self._missed = 0
+        if isinstance(message, HostWelcome):
+            self.welcome = message
+        elif not isinstance(message, FrontBeat):
+            self._on_message(message)
+
+
+class EngineHost:
+    """Runs one engine for a front.
+
+    Args:
+        ticket: From the front.
+        place: Completes the front's options for this machine: paths, devices, memory.
+        lock_path: See ``LocalLauncher``.
+    """
+
+    def __init__(
+        self,
+        ticket: LinkTicket,
+        *,
+        place: Callable[[EngineOptions], EngineOptions] = lambda options: options,
+        lock_path: Path | None = None,
+    ) -> None:
+        self._ticket = ticket
+        self._key = ticket.key
+        self._place = place
+        self._launcher = LocalLauncher(lock_path)
+        self._options: EngineOptions | None = None
+        self._engine: EngineProcess | None = None
+        self._link: FrontLink | None = None
+        self._is_over = asyncio.Event()
+        self._tasks = TaskGroup("engine-host")
+
+    async def run(self) -> None:
+        """Serve the front until the engine has ended or is not wanted any more."""
+        try:
+            connecting = self._tasks.spawn(self._stay_connected(), name="connect")
+            over = self._tasks.spawn(self._until_over(), name="over")
+            await asyncio.wait([connecting, over], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._engine is not None:
+                await self._engine.end()
+            await self._tasks.cancel()
+
+    def stop(self) -> None:
+        """End the engine, and ``run``."""
+        self._is_over.set()
+
+    async def _until_over(self) -> None:
+        await self._is_over.wait()
+
+    async def _stay_connected(self) -> None:
+        """Connect again and again; return when the front has not answered for too long."""
+        loop = asyncio.get_running_loop()
+        connected_s = loop.time()
+        while loop.time() - connected_s < self._ticket.orphan_s:
+            if await self._connect():
+                connected_s = loop.time()
+            await asyncio.sleep(RETRY_S)
+        _log.warning("front_lost", engine=self._ticket.engine, orphan_s=self._ticket.orphan_s)
+
+    async def _connect(self) -> bool:
+        """Serve one connection; return whether there was one."""
+        hello = HostHello(
+            version=__version__,
+            engine=self._ticket.engine,
+            epoch=self._ticket.epoch,
+            key=self._key,
+            node=socket.gethostname(),
+        )
+        link = FrontLink(
+            self._ticket,
+            hello,
+            on_message=self._on_front_message,
+            on_drain=self._resume_engine,
+            ticks=lambda: self._engine.ticks if self._engine else 0,
+        )
+        self._link = link
+        try:
+            await link.run()
+        except (OSError, ValueError) as error:
+            _log.info("front_not_reached", engine=self._ticket.engine, reason=reason_of(error))
+        finally:
+            self._link = None
+            link.channel.abort()
+            self._resume_engine()
+        if link.welcome is None:
+            return False
+        self._key = link.welcome.resume_key
+        if self._engine is not None:
+            self._engine.channel.send(Reattach())
+        return True
+
+    # Messages of the front.
+
+    def _on_front_message(self, message: ToHost) -> None:
+        match message:
+            case HostRefused(reason=reason):
+                _log.warning("host_refused", engine=self._ticket.engine, reason=reason)
+                self.stop()
+            case StartEngine(options_json=options_json):
+                self._start(EngineOptions.model_validate_json(options_json))
+            case EndEngine(kill=kill) if self._engine is not None:
+                if kill:
+                    self._engine.kill()
+                else:
+                    self._engine.close()
+            case EndEngine():
+                self._report(HostedEngineEnded(detail="there is no engine", by_itself=False))
+            case HostWelcome() | FrontBeat() | Configure():
+                pass
+            case _ if self._engine is not None:
+                self._engine.channel.send(message)
+                if not self._engine.channel.has_room and self._link is not None:
+                    self._link.channel.pause_reading()
+
+    def _start(self, options: EngineOptions) -> None:
+        if self._engine is None:
+            self._tasks.spawn(self._run_engine(options), name="engine")
+        elif self._options is not None and _is_same(options, self._options):
+            self._send(HostedEngineStarted(self._engine.pid))
+            self._engine.channel.send(Reattach())
+        else:
+            self._engine.kill(because="the front wants another engine")
+
+    async def _run_engine(self, options: EngineOptions) -> None:
+        self._options = options
+        try:
+            placed = await asyncio.to_thread(self._place, options)
+            engine = await self._launcher.launch(
+                placed,
+                is_first=options.kv_adopt == "durable",
+                on_message=self._on_engine_message,
+                on_drain=self._resume_front,
+            )
+        except (OSError, EngineLockError) as error:
+            self._report(HostedEngineEnded(detail=f"the engine cannot be started: {error}"))
+            return
+        self._engine = engine
+        self._send(HostedEngineStarted(engine.pid))
+        ended = await engine.gone()
+        self._engine = None
+        self._report(
+            HostedEngineEnded(
+                detail=ended.detail,
+                suspects=ended.suspects,
+                by_itself=ended.by_itself,
+                from_outside=ended.from_outside,
+            )
+        )
+
+    def _report(self, ended: HostedEngineEnded) -> None:
+        """Tell the front that the engine has ended, and end."""
+        self._send(ended)
+        self._tasks.spawn(self._leave(), name="leave")
+
+    async def _leave(self) -> None:
+        """End when the front has closed the connection, or after the time in which it would miss a heartbeat."""
+        if self._link is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ticket.lost_after_s):
+                    await self._link.channel.lost()
+        self.stop()
+
+    # Messages of the engine.
+
+    def _on_engine_message(self, message: FromEngine) -> None:
+        if isinstance(message, Suspended) and self._engine is not None:
+            self._engine.suspended(message)
+        self._send(message)
+        if self._link is not None and not self._link.channel.has_room and self._engine is not None:
+            self._engine.channel.pause_reading()
+
+    def _send(self, message: FromHost) -> None:
+        if self._link is not None and self._link.welcome is not None:
+            self._link.channel.send(message)
+
+    def _resume_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.channel.resume_reading()
+
+    def _resume_front(self) -> None:
+        if self._link is not None:
+            self._link.channel.resume_reading()
+
+
+def _is_same(options: EngineOptions, running: EngineOptions) -> bool:
+    """Return whether an engine with one configuration serves for the other: all but what KV it adopts at its start."""
+    return options.replace(kv_adopt="none") == running.replace(kv_adopt="none")
+
+
+async def _run(ticket: LinkTicket, lock_path: Path | None) -> None:
+    host = EngineHost(ticket, lock_path=lock_path)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, host.stop)
+    loop.add_reader(sys.stdin.fileno(), host.stop)
+    await host.run()
+
+
+def main() -> int:
+    """Read the ticket, and run the host."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as unbuffered:  # what follows is for the reader
+        ticket = msgspec.json.decode(unbuffered.readline(), type=LinkTicket)
+    lock_path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    uvloop.run(_run(ticket, lock_path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

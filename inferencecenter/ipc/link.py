@@ -1,0 +1,123 @@
+"""Messages between the front and the host of an engine on another machine, beside those of the engine itself.
+
+A host connects to the front, sends ``HostHello`` and gets ``HostWelcome`` or ``HostRefused``. From then on the
+connection carries the engine's messages, each in a frame of its own as on a socket pair, and those of this module
+between them. Both ends send a message at least every ``BEAT_S`` seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from inferencecenter.ipc.framing import Decoder
+from inferencecenter.ipc.messages import FromEngine, ToEngine
+
+BEAT_S: Final = 1.0
+"""Seconds between two heartbeats of each end."""
+MAX_HELLO_BYTES: Final = 4096
+"""Largest frame that the front accepts before it has accepted the host."""
+
+
+class LinkTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host needs to connect to the front; handed over by what starts the host, once.
+
+    ``key`` is valid for one connection. ``certificate`` and ``certificate_key`` identify the host, ``authority`` signed
+    them and the front's certificate; all are PEM. A host that has had no connection for ``orphan_s`` ends its engine.
+    """
+
+    engine: str
+    epoch: int
+    key: str
+    address: tuple[str, int]
+    authority: str
+    certificate: str
+    certificate_key: str
+    lost_after_s: float
+    orphan_s: float
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.engine}, epoch={self.epoch})"
+
+
+# --- host to front
+
+
+class HostHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message of a connection. ``key`` is the ticket's, or ``resume_key`` of an earlier ``HostWelcome``."""
+
+    version: str
+    engine: str
+    epoch: int
+    key: str
+    node: str
+
+
+class HostBeat(msgspec.Struct, frozen=True, tag=True):
+    """The host is there; ``ticks`` is its engine's progress counter."""
+
+    ticks: int = 0
+
+
+class HostedEngineStarted(msgspec.Struct, frozen=True, tag=True):
+    """The engine's process runs, perhaps since an earlier connection."""
+
+    pid: int
+
+
+class HostedEngineEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine has ended, and the host ends too; the fields are those of ``supervisor.process.EngineExit``."""
+
+    detail: str
+    suspects: tuple[str, ...] = ()
+    by_itself: bool = True
+    from_outside: bool = False
+
+
+# --- front to host
+
+
+class HostWelcome(msgspec.Struct, frozen=True, tag=True):
+    """The host is accepted; ``resume_key`` is valid for its later connections."""
+
+    resume_key: str
+
+
+class HostRefused(msgspec.Struct, frozen=True, tag=True):
+    """The host is not accepted, and ends with its engine."""
+
+    reason: str
+
+
+class FrontBeat(msgspec.Struct, frozen=True, tag=True):
+    """The front is there."""
+
+
+class StartEngine(msgspec.Struct, frozen=True, tag=True):
+    """Start an engine with these ``EngineOptions`` as JSON, or continue with one that has the same options.
+
+    The reply is that of an engine that loads a model, with ``Ready`` at the end.
+    """
+
+    options_json: bytes
+
+
+class EndEngine(msgspec.Struct, frozen=True, tag=True):
+    """End the engine: close its channel, or with ``kill`` kill it. The reply is ``HostedEngineEnded``."""
+
+    kill: bool = False
+
+
+FromHost: TypeAlias = FromEngine | HostHello | HostBeat | HostedEngineStarted | HostedEngineEnded
+ToHost: TypeAlias = ToEngine | HostWelcome | HostRefused | FrontBeat | StartEngine | EndEngine
+
+
+def from_host_decoder(*, max_frame_bytes: int) -> Decoder[FromHost]:
+    """Return the decoder of the front's end."""
+    return Decoder(FromHost, max_frame_bytes=max_frame_bytes)
+
+
+def to_host_decoder(*, max_frame_bytes: int) -> Decoder[ToHost]:
+    """Return the decoder of the host's end."""
+    return Decoder(ToHost, max_frame_bytes=max_frame_bytes)
