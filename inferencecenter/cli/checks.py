@@ -44,7 +44,7 @@ from inferencecenter.server.unix_socket import check_path, is_listening, unix_ac
 from inferencecenter.sessions.store.database import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
-from inferencecenter.supervisor.planning import constraints_of, read_shape
+from inferencecenter.supervisor.planning import constraints_of, first_share, read_shape
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,7 +147,8 @@ def placement(settings: Settings) -> list[Check]:
             return []
         spec = default_model(settings)
         shape = read_shape(spec.path, spec.lora, spec.draft, spec.mmproj)
-        placement_plan = plan(shape, devices, read_host(), constraints_of(spec.engine, settings.gpu, shape, spec.kind))
+        devices, host = first_share(spec, settings.gpu, devices, read_host())
+        placement_plan = plan(shape, devices, host, constraints_of(spec.engine, settings.gpu, shape, spec.kind))
     except InferenceCenterError as error:
         return [Check("plan", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     detail = "; ".join(f"{reason.name}: {reason.value}" for reason in placement_plan.reasons)

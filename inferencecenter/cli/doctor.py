@@ -24,7 +24,7 @@ from inferencecenter.hardware.memory import read_host
 from inferencecenter.hardware.placement import Device, margin_bytes
 from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import draft_file, kind_of_file, read_registry
-from inferencecenter.supervisor.planning import constraints_of, plan_report, read_shape
+from inferencecenter.supervisor.planning import constraints_of, first_share, plan_report, read_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +69,8 @@ def show_plan(
     host = read_host()
     if ram_bytes is not None:
         host = replace(host, available_bytes=ram_bytes)
+    if spec is not None:
+        devices, host = first_share(spec, settings.gpu, devices, host)
     placement = plan(shape, devices, host, constraints)
     if as_json:
         print_json(as_data(shape, placement, constraints, host))

@@ -114,6 +114,9 @@ def models_of_daemon(
 
 def state(model: ModelSummary) -> str:
     words = f"{model.state}, default" if model.default else model.state
+    if model.replicas:
+        n_loaded = sum(each.state == "loaded" for each in model.replicas)
+        words = f"{words}, {n_loaded} of {len(model.replicas)} replicas"
     return f"{words}: {model.detail}" if model.state == "failed" and model.detail else words
 
 

@@ -60,6 +60,11 @@ class ManagedModel:
             return tuple((each.supervisor, each.planner) for each in self.supervisor.replicas)
         return ((self.supervisor, self.planner),)
 
+    def revive(self) -> None:
+        """Start replicas again that failed for good; a model of which nothing serves is renewed instead."""
+        if isinstance(self.supervisor, ReplicaSet):
+            self.supervisor.revive()
+
 
 def _not_planned(name: str, reason: str) -> InferenceCenterError:
     return InferenceCenterError(
@@ -369,6 +374,7 @@ class ModelManager:
         model = self._get(name)
         if model.supervisor.status.state is EngineState.FAILED:
             model = self._renew(model)
+        model.revive()
         old = self._get(self._default)
         # Turns that wait for the old model go to the new one: they would only request the memory back.
         old.supervisor.pause(paused=old is not model)
@@ -414,6 +420,8 @@ class ModelManager:
                     await self._replace(model, spec)
                 elif has_failed:
                     self._renew(model)
+                else:
+                    model.revive()
                 if has_failed and name == self._default:
                     self._models[name].supervisor.wake(urgent=True)
             if registry.default not in (before.default, self._default):

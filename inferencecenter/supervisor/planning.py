@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import BufferUse, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.models.registry import ModelSpec
 
 _log = structlog.get_logger(__name__)
 
@@ -165,6 +166,17 @@ class ReplicaShare:
 
     def _plans(self) -> list[PlacementPlan]:
         return [plan for sibling in self._siblings() if (plan := sibling.placement) is not None]
+
+
+def first_share(
+    spec: ModelSpec, gpu: GpuSettings, devices: tuple[Device, ...], host: Host
+) -> tuple[tuple[Device, ...], Host]:
+    """Return the part of GPUs and host for which the first replica of a model is planned, with none loaded."""
+    if spec.replicas == 1:
+        return devices, host
+    share = ReplicaShare(0, spec.replicas, siblings=tuple)
+    are_divisible = gpu.main_gpu is None and not gpu.tensor_split
+    return share.devices(devices, are_divisible=are_divisible), share.host(host)
 
 
 class Planner:

@@ -270,6 +270,11 @@ class ReplicaSet:
         for each in self.supervisors:
             each.wake(caller, urgent=urgent)
 
+    def revive(self) -> None:
+        """Start the replicas again that failed for good, while others serve."""
+        for each in self.supervisors:
+            each.revive()
+
     def delay(self, seconds: float) -> None:
         """Notify the waiting turns how long they have to wait at least."""
         for each in self.supervisors:

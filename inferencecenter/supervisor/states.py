@@ -22,7 +22,8 @@ class EngineChange(StrEnum):
 
 
 # A FAILED engine accepts no turns: its model cannot be loaded, it was lost too often, or it was asleep or lost and may
-# not be started at the moment. Only the last is started again, once the obstacle is gone; the others are replaced.
+# not be started at the moment. Only the last is started again, once the obstacle is gone; the others are replaced, or
+# revived if they are replicas.
 # An engine that exits while SUSPENDING is ASLEEP however it exited, and not lost: it had no turns.
 ENGINE: Final = StateMachine(
     "engine",

@@ -166,6 +166,7 @@ class Supervisor:
         self._load_failure: InferenceCenterError | None = None
         self._given_up = False
         self._refused = False
+        self._revived = False
         self._retry_s = 0.0
         self._detail = ""
         self._restarts = 0
@@ -318,6 +319,14 @@ class Supervisor:
         """Start an engine that sleeps, for a client or an operator, before there is a turn for it."""
         if self._state is not EngineState.READY:
             self._demand.request(caller, urgent=urgent)
+
+    def revive(self) -> None:
+        """Start an engine again that failed for good: an operator has removed the cause."""
+        if self._state is EngineState.FAILED and not self._refused:
+            self._given_up, self._load_failure = False, None
+            self._budget.clear()
+            self._revived = True
+            self._watch()
 
     def delay(self, seconds: float) -> None:
         """Notify the waiting turns how long they have to wait at least."""
@@ -491,7 +500,8 @@ class Supervisor:
                 await self._pause(self._retry_s)
                 return await self._is_granted()
             case EngineState.FAILED:
-                await self._stop_requested.wait()
+                await self._until(lambda: self._revived or self._stop_requested.is_set())
+                self._revived = False
             case EngineState.BACKOFF:
                 await self._pause(self._retry_s)
                 self._restarts += not self._stop_requested.is_set()

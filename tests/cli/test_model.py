@@ -12,9 +12,10 @@ from rich.console import Console
 
 from inferencecenter.cli import model as model_module
 from inferencecenter.cli import output
-from inferencecenter.cli.model import count, size
+from inferencecenter.cli.model import count, size, state
 from inferencecenter.config.settings import ModelEntry, ModelSettings, Settings
 from inferencecenter.models.registry import configured_files
+from inferencecenter.protocol.values import ModelSummary, ReplicaSummary
 from tests.models.conftest import hub, offline
 from tests.models.hub_stub import StubFile
 
@@ -45,6 +46,13 @@ def pulled(
     assert (result.code, result.err) == (0, "")
     progress: dict[str, Any] = json.loads(result.out)
     return progress
+
+
+def test_state_counts_replicas() -> None:
+    """Those that are loaded, of all."""
+    replicas = (ReplicaSummary(state="loaded"), ReplicaSummary(state="failed"))
+    model = ModelSummary(name="twin", default=True, state="loaded", replicas=replicas)
+    assert state(model) == "loaded, default, 1 of 2 replicas"
 
 
 def test_pull_list_info_verify_remove(cli: Cli, models: Path, pulled: dict[str, Any]) -> None:

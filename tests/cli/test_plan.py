@@ -44,6 +44,19 @@ def test_plan_of_an_embedding_model_is_for_its_longest_text(tmp_path: Path, cli:
     assert not any(reason["explicit"] for reason in reasons.values())
 
 
+def test_plan_of_a_replica(cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two replicas has one of two GPUs, or half of the only one."""
+    path = tmp_path / "config.toml"
+    path.write_text(f'[models.twin]\npath = "{model}"\nreplicas = 2\n')
+    monkeypatch.setenv("INFERENCECENTER_CONFIG", str(path))
+    plan = ("doctor", "--plan", str(model), "--ram", "16GiB", "--json")
+    own = json.loads(cli.run(*plan, "--vram", "8GiB", "--vram", "8GiB").out)
+    assert [device["free_bytes"] for device in own["devices"]] == [8 * GIB]
+    half = json.loads(cli.run(*plan, "--vram", "8GiB").out)
+    assert [device["free_bytes"] for device in half["devices"]] == [4 * GIB]
+    assert half["host"]["available_bytes"] == 8 * GIB
+
+
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
     [

@@ -20,6 +20,7 @@ from inferencecenter.ipc.messages import EngineLimits, Failed, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec, Registry
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
+from inferencecenter.supervisor.replica_set import Replica, ReplicaSet
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, RecordingTurn, order
@@ -97,26 +98,34 @@ class ManagerHarness:
         specs = {name: self.spec(name) for name in self.names} | {spec.name: spec for spec in changed.values()}
         return Registry(default, specs)
 
-    def make(self, spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]]) -> ManagedModel:
-        """Build a model with the stub engine."""
+    def make(self, spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
+        """Build a model with stub engines."""
+        planner = cast("Planner", FakePlanner(self.room, lambda: self.fault))
 
-        async def may_load() -> bool:
-            return await admit(supervisor)
+        def make_engine(admit: Callable[[Supervisor], Awaitable[bool]]) -> Supervisor:
+            supervisor = Supervisor(
+                EngineOptions(
+                    backend="echo",
+                    model_name=spec.name,
+                    slots=2,
+                    max_queue=10,
+                    max_restarts=1,
+                    swap_patience_s=spec.engine.swap_patience_s,
+                    restart_backoff_min_s=0.01,
+                    restart_backoff_max_s=0.02,
+                ),
+                admit=lambda: admit(supervisor),
+            )
+            return supervisor
 
-        supervisor = Supervisor(
-            EngineOptions(
-                backend="echo",
-                model_name=spec.name,
-                slots=2,
-                max_queue=10,
-                max_restarts=1,
-                swap_patience_s=spec.engine.swap_patience_s,
-                restart_backoff_min_s=0.01,
-                restart_backoff_max_s=0.02,
-            ),
-            admit=may_load,
-        )
-        return ManagedModel(spec, cast("Planner", FakePlanner(self.room, lambda: self.fault)), supervisor)
+        if spec.replicas == 1:
+            return ManagedModel(spec, planner, make_engine(admit))
+
+        async def admit_replica(supervisor: Supervisor) -> bool:
+            return await admit(replicas) and supervisor.wanted
+
+        replicas = ReplicaSet([Replica(make_engine(admit_replica), planner) for _ in range(spec.replicas)])
+        return ManagedModel(spec, planner, replicas)
 
     def _see(self, name: str, status: EngineStatus) -> None:
         self.seen.append((name, status.state))
@@ -604,7 +613,7 @@ async def test_changed_entry_that_cannot_be_loaded_keeps_the_old_model(
     broken = replace(harness.spec("first", kv_type_k="q8_0"), path=Path("broken"))
     make = harness.make
 
-    def make_broken(spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]]) -> ManagedModel:
+    def make_broken(spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
         made = make(replace(spec, name="refuse -1"), admit)
         made.supervisor.subscribe(partial(harness._see, "refuse -1"))
         return made
@@ -685,3 +694,66 @@ async def test_removed_models_are_forgotten(make_manager: Callable[..., ManagerH
 def unreadable() -> Registry:
     """Raise for settings that exclude each other."""
     raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "no")
+
+
+# Models with several engines.
+
+
+async def test_replicas_are_loaded_evicted_and_swapped_together(make_manager: Callable[..., ManagerHarness]) -> None:
+    """They take the place of one model: another that has no room evicts all, and their turns continue on all."""
+    harness = make_manager(room=1, patience_s=0.05)
+    await harness.ready("first")
+    harness.models.apply(harness.registry(second=replace(harness.spec("second"), replicas=2)))
+    assert (await harness.swap("second")).phase == "done"
+    pair = harness.models.engine("second")
+    await harness.until(lambda: pair.loads == 2)
+    assert harness.models.describe()[1].replicas is not None
+    assert [each.state for each in harness.models.describe()[1].replicas or ()] == ["loaded"] * 2
+    harness.swaps.clear()
+    assert (await harness.swap("first")).phase == "done"
+    assert [each.state for each in pair.status.replicas] == [EngineState.ASLEEP] * 2
+    turns = [harness.submit(f"t{number}", 3, model="second") for number in range(4)]
+    assert [await ended(turn) for turn in turns] == [answer(3)] * 4
+    assert pair.loads == 4
+    assert not harness.models.engine("first").holds_memory
+
+
+async def test_changed_number_of_replicas_continues_the_turns(make_manager: Callable[..., ManagerHarness]) -> None:
+    """The first keeps its KV directory, so the old engines end before the new ones are loaded."""
+    harness = make_manager(patience_s=0.05)
+    await harness.ready("first")
+    for replicas in (2, 1):
+        old = harness.watch(harness.models.engine("first"))
+        running = harness.submit(f"t{replicas}", 5, how="hold")
+        await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
+        harness.models.apply(harness.registry(first=replace(harness.spec("first"), replicas=replicas)))
+        await harness.until(lambda old=old: harness.models.engine("first") is not old)  # type: ignore[misc]
+        assert (running.interruptions, running.recalls) == (1, 1)
+        assert len(harness.models.engine("first").status.replicas) == (2 if replicas == 2 else 0)
+        harness.models.engine("first").abort(running.turn_id)
+        await asyncio.wait_for(running.ended.wait(), TIMEOUT_S)
+        assert answer(5).startswith(running.text)
+
+
+async def test_failed_replica_is_started_again_by_a_load(make_manager: Callable[..., ManagerHarness]) -> None:
+    """It was lost too often while the other served; a swap to the same model, or a reload, starts it."""
+    harness = make_manager()
+    harness.models.apply(harness.registry(first=replace(harness.spec("first"), replicas=2)))
+    await harness.until(lambda: len(harness.models.statuses["first"].replicas) == 2)
+    pair = harness.models.engine("first")
+    assert isinstance(pair, ReplicaSet)
+    same = harness.registry(first=replace(harness.spec("first"), replicas=2))
+    revivals: list[Callable[[], None]] = [
+        lambda: harness.models.swap("first", harness.tell),
+        lambda: harness.models.apply(same),
+    ]
+    for revive in revivals:
+        await harness.until(lambda: all(each.state is EngineState.READY for each in pair.replicas))
+        for _ in range(2):
+            await harness.until(lambda: pair.replicas[1].state is EngineState.READY)
+            os.kill(pair.supervisors[1].status.pid or 0, signal.SIGKILL)
+            await harness.until(lambda: pair.replicas[1].state is not EngineState.READY)
+        await harness.until(lambda: pair.replicas[1].state is EngineState.FAILED)
+        assert harness.state("first") is EngineState.READY
+        revive()
+    await harness.until(lambda: all(each.state is EngineState.READY for each in pair.replicas))
