@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,18 +45,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Have programs forked, and write bytecode to pytest's cache if none may be written beside the code.
-
-    The bytecode is for this process, the other workers, and the hundreds of processes that tests start. Each would
-    compile every module again, and pytest rewrite every assertion.
-    """
-    cache = config.cache if config.pluginmanager.hasplugin("cacheprovider") else None
-    if sys.dont_write_bytecode and cache is not None:
-        sys.dont_write_bytecode = False
-        sys.pycache_prefix = str(cache.mkdir("bytecode"))
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+def pytest_configure() -> None:
+    """Have programs forked."""
     install()
 
 
@@ -73,7 +62,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 

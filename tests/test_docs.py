@@ -18,28 +18,28 @@ from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS
 from inferencecenter.protocol.requests import AnyRequest
 from inferencecenter.sessions.context import parse_config_params
-from tools.reference.pages import documents
+from tools.reference.pages import DOCUMENTS, text_of
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = documents()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_generated_files_are_current(name: str) -> None:
     """The files in the repository equal the generator's output; `make docs` writes them."""
-    assert (ROOT / name).read_text(encoding="utf-8") == DOCUMENTS[name]
+    assert (ROOT / name).read_text(encoding="utf-8") == text_of(name)
 
 
 def test_pages_are_independent_of_the_machine() -> None:
     """Defaults that depend on a machine or user are described in words."""
-    for name, text in DOCUMENTS.items():
+    for name in DOCUMENTS:
+        text = text_of(name)
         assert str(ROOT) not in text, name
         assert str(Path.home()) not in text or str(Path.home()) == "/", name
 
 
 def test_every_op_has_a_section() -> None:
     """Requests and events, marked † if the first protocol has them."""
-    page = DOCUMENTS["docs/protocol.md"]
+    page = text_of("docs/protocol.md")
     for kind in (*get_args(AnyRequest), *get_args(AnyEvent)):
         op = get_args(kind.model_fields["op"].annotation)[0]
         assert f"### `{op}`{' †' if kind.first_protocol else ''}\n" in page
@@ -47,14 +47,14 @@ def test_every_op_has_a_section() -> None:
 
 def test_every_parameter_and_alias_is_listed() -> None:
     """The table of parameters is complete."""
-    page = DOCUMENTS["docs/protocol.md"]
+    page = text_of("docs/protocol.md")
     missing = [name for doc in PARAM_DOCS for name in (doc.name, *doc.aliases) if f"`{name}`" not in page]
     assert missing == []
 
 
 def test_internal_references_resolve() -> None:
     """Each link within the protocol page has its heading."""
-    page = DOCUMENTS["docs/protocol.md"]
+    page = text_of("docs/protocol.md")
     headings = {line.removeprefix("### ").lower() for line in page.splitlines() if line.startswith("### ")}
     links = set(re.findall(r"\]\(#(\w+)\)", page))
     assert links
@@ -63,8 +63,8 @@ def test_internal_references_resolve() -> None:
 
 def test_schema_references_resolve() -> None:
     """Each ``$ref`` points into the document."""
-    document = json.loads(DOCUMENTS["docs/protocol.schema.json"])
-    references = set(re.findall(r'"\$ref": "#/([^"]+)"', DOCUMENTS["docs/protocol.schema.json"]))
+    document = json.loads(text_of("docs/protocol.schema.json"))
+    references = set(re.findall(r'"\$ref": "#/([^"]+)"', text_of("docs/protocol.schema.json")))
     assert references
     for reference in references:
         place = document
@@ -90,12 +90,12 @@ def test_multi_model_example_is_valid(tmp_path: Path) -> None:
 
 def test_every_error_is_listed() -> None:
     """The table of errors is complete."""
-    assert [code for code in ErrorCode if f"| `{code.value}` |" not in DOCUMENTS["docs/errors.md"]] == []
+    assert [code for code in ErrorCode if f"| `{code.value}` |" not in text_of("docs/errors.md")] == []
 
 
 def test_every_setting_is_listed_with_its_variable() -> None:
     """It is on the settings page and in the annotated default file."""
-    page, default = DOCUMENTS["docs/configuration.md"], DOCUMENTS["config/inferencecenter.toml"]
+    page, default = text_of("docs/configuration.md"), text_of("config/inferencecenter.toml")
     for name, _ in setting_fields():
         assert f"| `{name}` |" in page
         assert f"\n#{name.rpartition('.')[2]} = " in default
@@ -104,7 +104,7 @@ def test_every_setting_is_listed_with_its_variable() -> None:
 def test_default_file_gives_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so as it is, and with every value uncommented."""
     monkeypatch.delenv("INFERENCECENTER_TEST_MODEL", raising=False)
-    text = DOCUMENTS["config/inferencecenter.toml"]
+    text = text_of("config/inferencecenter.toml")
     uncommented = re.sub(r"^#(\w+ = (?!\.\.\.))", r"\1", text, flags=re.MULTILINE)
     assert len(tomllib.loads(uncommented)["server"]) > 10
     for version in (text, uncommented):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.cli.config_reference import toml_value
-from tools.reference.pages import documents
+from tools.reference.pages import text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,7 +135,7 @@ def test_check_warns_of_missing_files(cli: Cli, tmp_path: Path) -> None:
 
 def test_default_prints_the_annotated_file(cli: Cli) -> None:
     """It equals the file in the repository."""
-    assert cli.run("config", "default").out == documents()["config/inferencecenter.toml"]
+    assert cli.run("config", "default").out == text_of("config/inferencecenter.toml")
 
 
 @pytest.mark.parametrize(

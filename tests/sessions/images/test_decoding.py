@@ -81,7 +81,7 @@ def test_first_frame_of_an_animation_is_used(decoder: ImageDecoder) -> None:
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of a known format"),
         (image_file(kind="BMP"), "none of a known format"),
         (image_file((64, 64))[:80], "damaged"),
-        (image_file((9000, 9000)), "9000 x 9000 pixels; 64000000 are allowed"),
+        (image_file((9000, 9000), mode="1", color=1), "9000 x 9000 pixels; 64000000 are allowed"),
     ],
 )
 def test_unusable_file_is_refused(decoder: ImageDecoder, file: bytes, reason: str) -> None:

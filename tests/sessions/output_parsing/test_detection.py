@@ -233,7 +233,7 @@ def test_bundled_model_calls_tools_natively(demo_model_path: Path) -> None:
     system, asked = Message("system", tools_prompt([schema])), Message("user", "What is the weather in Paris?")
     prompt = model("DEMO").render(RenderInput([ChatMessage(role="user", content=asked.content)], now=NOW, tools=[tool]))
     assert prompt.text == render([system, asked], add_generation_prompt=True)
-    with GreedyModel(demo_model_path, threads=2) as greedy:
+    with GreedyModel(demo_model_path, threads=1) as greedy:
         answer = greedy.answer([system, asked])
     parts = read(speech("DEMO", tools=[tool]), *answer)
     assert parts == [ToolCallStart(0, "get_weather"), ArgumentsDelta(0, '{"city": "Paris"}')]
