@@ -1,22 +1,25 @@
-"""Questions about images: the first one, another one about the same image, and an image for all clients at once.
+"""Questions about images: the first one, another about the same image, one image for all, and one beside streams.
 
 Our daemon and the peers get the same requests, to `/v1/chat/completions` with images in data URLs, which each turn
 sends again. A round is a client's question with a new image, then a question without one in the same conversation, one
-client at a time. Then all clients ask at the same moment about one image that is new to the server. A peer is started
-with the projector, as `llama-server --mmproj FILE`.
+client at a time. Then all clients ask at the same moment about one image that is new to the server. At last all clients
+stream, and another one asks about a new image, as the newcomer of `interference` does. A peer is started with the
+projector, as `llama-server --mmproj FILE`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import protocols, timeline
-from benchmarks.jobs import Round, Rounds, Turns, TurnSize
+from benchmarks.jobs import Arrival, Round, Rounds, Turns, TurnSize
 from benchmarks.options import Options, refused
 from benchmarks.results import Metric, Parameter, Report, percentile_metrics
 from benchmarks.scenario import COMPARABLE, Scenario, context_tokens, one_prompt_length, required
+from benchmarks.scenarios import interference
 
 if TYPE_CHECKING:
     from benchmarks.stage import Bench, Measured
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 1024
 """Tokens that an image may take, for which there is room."""
 _OPENING_TOKENS: Final = 8
+_STREAM_TOKENS: Final = 384
+_PIECES_BEFORE: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class ImageDelays:
         return (
             *percentile_metrics("TTFT new image", "ms", self.first_ms),
             *percentile_metrics("TTFT second question", "ms", self.second_ms),
+            Metric("second question / new image", "", median(self.second_ms) / median(self.first_ms), "lower"),
             Metric("all have text about one image", "ms", self.all_started_ms, "lower"),
         )
 
@@ -68,8 +74,9 @@ async def run(bench: Bench) -> Report:
     second = Round(prompt_tokens, max_tokens, at_once=1)
     common = Round(prompt_tokens, max_tokens, image=True, opening_tokens=_OPENING_TOKENS)
     n_ctx = context_tokens(2 * count * (prompt_tokens + max_tokens + 16) + (count + 1) * _MOST_ROWS)
-    settings = replace(bench.settings(slots=max(clients), n_ctx=n_ctx), mmproj=options.mmproj)
-    async with bench.stage(settings, points=len(clients)) as stage:
+    settings = replace(bench.settings(slots=max(clients) + 1, n_ctx=n_ctx), mmproj=options.mmproj)
+    warm_up = TurnSize(prompt_tokens, max_tokens, image=True)
+    async with bench.stage(settings, points=2 * len(clients)) as stage:
         stage.servers = tuple(replace(server, spec=protocols.chat_with_images(server.spec)) for server in stage.servers)
         for n_clients in clients:
             rounds = (*[first, second] * count, common)
@@ -80,17 +87,30 @@ async def run(bench: Bench) -> Report:
                     clients=n_clients,
                     rounds=rounds,
                     continues=True,
-                    warm_up=TurnSize(prompt_tokens, max_tokens, image=True),
+                    warm_up=warm_up,
                 ),
                 answer=Turns,
                 read=partial(read, rounds=rounds),
+            )
+            await stage.measure(
+                Parameter("streams beside a new image", n_clients),
+                job=partial(
+                    Arrival,
+                    streams=n_clients,
+                    stream=TurnSize(prompt_tokens, _STREAM_TOKENS),
+                    newcomer=warm_up,
+                    after_tokens=_PIECES_BEFORE,
+                    warm_up=warm_up,
+                ),
+                answer=Turns,
+                read=interference.read,
             )
         return Report(SCENARIO.name, stage.sides, tuple(stage.points))
 
 
 SCENARIO = Scenario(
     name="images",
-    summary="questions about images: time to first token of the first, of the second, and of one image for all",
+    summary="questions about images: time to first token of a first, a second and a common one; streams meanwhile",
     run=run,
     defaults=Options(clients=(8,), count=1, prompt_tokens=(20,), max_tokens=8, repeat=5),
     takes=(COMPARABLE - {"backend"}) | {"mmproj", "clients", "count", "prompt_tokens", "max_tokens"},

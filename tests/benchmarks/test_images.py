@@ -38,6 +38,7 @@ def test_first_and_second_questions_are_separate() -> None:
     found = values(images.read(measured(one, other), rounds=rounds))
     assert (found["TTFT new image p50"], found["TTFT new image worst"]) == (1000, 3000)
     assert found["TTFT second question worst"] == pytest.approx(400)
+    assert found["second question / new image"] == pytest.approx(0.3 / 2)
     assert found["all have text about one image"] == 3000
 
 
@@ -76,7 +77,9 @@ async def test_scenario_runs(tmp_path: Path) -> None:
     figures = {each.name: each.value for each in report.points[0].repetitions[0][0]}
     assert figures["TTFT new image p50"] > 0
     assert figures["all have text about one image"] > 0
-    assert progress.finished == progress.expected == 1
+    beside = {each.name: each.value for each in report.points[1].repetitions[0][0]}
+    assert beside["ITL meanwhile worst"] > 0
+    assert progress.finished == progress.expected == 2
 
 
 async def test_projector_is_required() -> None:
