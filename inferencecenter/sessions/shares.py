@@ -62,6 +62,10 @@ class OpenedShare:
     share: StoredShare
     messages: str
 
+    def has_image(self, digest: str) -> bool:
+        """Return whether a message names an image; quotation marks in texts are escaped, so a text is no name."""
+        return f'"digest":"{digest}"' in self.messages and '"' not in digest
+
 
 class SessionShares:
     """Creates, lists, revokes and opens shares.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import re
 import sqlite3
+from base64 import b64encode
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -13,6 +15,7 @@ from websockets.asyncio.client import connect
 
 from inferencecenter.cli.share import share_link
 from tests.e2e.harness import Daemon, Message, SocketClient, command_line, connect_client, run_daemon
+from tests.sessions.images.files import image_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,13 +53,13 @@ def reader(daemon: Daemon) -> str:
     return str(made["token"])
 
 
-def opened(daemon: Daemon, share_id: str, secret: str | None, token: str | None) -> tuple[int, Any]:
-    """Open a share; return the status, and the conversation or the error."""
+def opened(daemon: Daemon, share_id: str, secret: str | None, token: str | None, *, image: str = "") -> tuple[int, Any]:
+    """Open a share, or an image of it; return the status, and the answer or the error."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     if secret is not None:
         headers["X-Share-Token"] = secret
     connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=30)
-    connection.request("GET", f"/shares/{share_id}", headers=headers)
+    connection.request("GET", f"/shares/{share_id}{image and '/images/'}{image}", headers=headers)
     response = connection.getresponse()
     found = json.loads(response.read())
     connection.close()
@@ -104,6 +107,31 @@ async def test_another_account_reads_the_snapshot(daemon: Daemon, reader: str) -
             assert (status, error["error"]["code"]) == (404, "share_not_found")
         assert opened(daemon, share["share_id"], secret, None)[0] == 401
         assert (await client.ask(op="list_shares"))["shares"] == [share]
+
+
+async def test_images_are_read_with_the_link(daemon: Daemon, reader: str) -> None:
+    """Those of the snapshot only, with its secret, until the link is revoked."""
+    files = [image_file(color=color) for color in ("red", "blue")]
+    digests = [hashlib.sha256(file).hexdigest() for file in files]
+    async with connect_client(daemon) as client:
+        await revoke_all(client)
+        session = await client.create()
+        for file, digest in zip(files, digests, strict=True):
+            content = [{"type": "image", "data": b64encode(file).decode()}, {"type": "text", "text": digests[1]}]
+            await client.ask(op="append", session_id=session, messages=[{"role": "user", "content": content}])
+            if digest == digests[0]:
+                made = await client.ask(op="create_share", session_id=session)
+        share_id, secret = made["share"]["share_id"], made["share_token"]
+        _, found = opened(daemon, share_id, secret, reader)
+        (image,) = found["transcript"][0]["images"]
+        status, read = opened(daemon, share_id, secret, reader, image=digests[0])
+        assert (status, read) == (200, {**image, "data": b64encode(files[0]).decode()})
+        for wrong, named in ((secret[:-1], digests[0]), (None, digests[0]), (secret, digests[1]), (secret, "0" * 64)):
+            status, error = opened(daemon, share_id, wrong, reader, image=named)
+            assert (status, error["error"]["code"]) == (404, "share_not_found")
+        assert opened(daemon, share_id, secret, None, image=digests[0])[0] == 401
+        await client.ask(op="revoke_share", share_id=share_id)
+        assert opened(daemon, share_id, secret, reader, image=digests[0])[0] == 404
 
 
 @pytest.mark.slow

@@ -9,4 +9,9 @@ from inferencecenter.api.plain import generate, images, shares, tokens
 if TYPE_CHECKING:
     from inferencecenter.api.endpoint import Operation
 
-OPERATIONS: Final[tuple[Operation, ...]] = (generate.OPERATION, *tokens.OPERATIONS, shares.OPERATION, images.OPERATION)
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    generate.OPERATION,
+    *tokens.OPERATIONS,
+    *shares.OPERATIONS,
+    images.OPERATION,
+)

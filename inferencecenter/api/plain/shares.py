@@ -1,7 +1,8 @@
-"""``GET /shares/{share_id}``: a shared conversation, for any account that has its link."""
+"""``GET /shares/{share_id}``: a shared conversation and its images, for any account that has its link."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +13,7 @@ from inferencecenter.api.endpoint import Call, Document, Operation
 from inferencecenter.api.errors import OWN_ERRORS
 from inferencecenter.auth.audit import AuditEvent, audit_entry
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.protocol.values import ChatMessage, MessageImage
 
 if TYPE_CHECKING:
     from inferencecenter.api.endpoint import Reply
@@ -30,7 +31,15 @@ class SharedConversation(BaseModel, defer_build=True):
     title: str = Field(description="Title of the conversation; may be empty.")
     created_at: float = Field(description="When it was shared, in Unix seconds.")
     expires_at: float | None = Field(default=None, description="Unix seconds; null if it does not expire.")
-    transcript: tuple[ChatMessage, ...] = Field(description="The messages, without the system prompt.")
+    transcript: tuple[ChatMessage, ...] = Field(
+        description="The messages, without the system prompt. `GET /shares/{share_id}/images/{digest}` has their images."
+    )
+
+
+class SharedImage(MessageImage):
+    """The file of an image in a shared conversation."""
+
+    data: str = Field(description="The file in Base64.")
 
 
 def check_share_links(settings: ServerSettings) -> None:
@@ -47,10 +56,8 @@ def check_share_links(settings: ServerSettings) -> None:
 
 async def open_share(call: Call) -> Reply:
     """Return a shared conversation."""
-    check_share_links(call.context.settings)
-    share_id, client = call.path["share_id"], call.caller.client
-    found = await call.context.sessions.shares.open(client, share_id, call.headers.get(_HEADER, ""))
-    call.context.operations.charge(client.client_id, n_chars=len(found.messages))
+    found = await _opened(call)
+    share_id, client = found.share.share_id, call.caller.client
     line = audit_entry(
         AuditEvent.SHARE_OPENED,
         client_id=client.client_id,
@@ -61,6 +68,40 @@ async def open_share(call: Call) -> Reply:
     call.context.authenticator.audit(line)
     call.hold_result(len(found.messages))
     return await call.context.worker.run(client.client_id, partial(_document, found))
+
+
+async def read_shared_image(call: Call) -> Reply:
+    """Return an image that a shared conversation has, as long as its owner has it.
+
+    Raises:
+        InferenceCenterError: ``share_not_found``, also for another image.
+    """
+    found, digest = await _opened(call), call.path["digest"]
+    context, client_id = call.context, call.caller.client.client_id
+    if not found.has_image(digest):
+        raise InferenceCenterError(ErrorCode.SHARE_NOT_FOUND)
+    try:
+        image, file = await context.sessions.images.read(found.share.client_id, digest)
+    except InferenceCenterError as error:
+        if error.code is ErrorCode.INVALID_REQUEST:
+            raise InferenceCenterError(ErrorCode.SHARE_NOT_FOUND) from None
+        raise
+    context.operations.charge(client_id, n_units=0, n_chars=len(file))
+    call.hold_result(2 * len(file))
+    return await context.worker.run(client_id, partial(_image_document, image, file))
+
+
+async def _opened(call: Call) -> OpenedShare:
+    check_share_links(call.context.settings)
+    client = call.caller.client
+    found = await call.context.sessions.shares.open(client, call.path["share_id"], call.headers.get(_HEADER, ""))
+    call.context.operations.charge(client.client_id, n_chars=len(found.messages))
+    return found
+
+
+def _image_document(image: MessageImage, file: bytes) -> Document:
+    answer = SharedImage(**dict(image), data=b64encode(file).decode())
+    return Document(orjson.dumps(answer.model_dump()), headers={"cache-control": "no-store"})
 
 
 def _document(found: OpenedShare) -> Document:
@@ -76,12 +117,23 @@ def _document(found: OpenedShare) -> Document:
     return Document(orjson.dumps(answer), headers={"cache-control": "no-store"})
 
 
-OPERATION: Final = Operation(
-    method="GET",
-    path="/shares/{share_id}",
-    summary="Read a shared conversation; the header `X-Share-Token` has the secret of its link.",
-    handler=open_share,
-    answer=SharedConversation,
-    error_format=OWN_ERRORS,
-    errors=(ErrorCode.SHARE_NOT_FOUND,),
+OPERATIONS: Final = (
+    Operation(
+        method="GET",
+        path="/shares/{share_id}",
+        summary="Read a shared conversation; the header `X-Share-Token` has the secret of its link.",
+        handler=open_share,
+        answer=SharedConversation,
+        error_format=OWN_ERRORS,
+        errors=(ErrorCode.SHARE_NOT_FOUND,),
+    ),
+    Operation(
+        method="GET",
+        path="/shares/{share_id}/images/{digest}",
+        summary="Read an image of a shared conversation; the header `X-Share-Token` has the secret of its link.",
+        handler=read_shared_image,
+        answer=SharedImage,
+        error_format=OWN_ERRORS,
+        errors=(ErrorCode.SHARE_NOT_FOUND,),
+    ),
 )

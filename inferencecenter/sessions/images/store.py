@@ -1,8 +1,9 @@
 """The file of images: each is stored once by its digest, with the clients that may use it.
 
 It is not the session file: files of several MiB in that one's log would delay the commits that clients wait for. A
-session's messages name images by their digests (the table ``message_images`` of the session file), and an image that
-no stored message of a client names is deleted once the client has not used it for ``GRACE_S``.
+session's messages name images by their digests (the table ``message_images`` of the session file), as do those of
+shares, and an image that no stored message of a client names is deleted once the client has not used it for
+``GRACE_S``.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ class ImageFile:
     def _is_named(sessions: sqlite3.Connection, client_id: str, digest: str) -> bool:
         row = sessions.execute(
             "SELECT EXISTS (SELECT 1 FROM message_images JOIN sessions ON sessions.id = message_images.session"
-            " WHERE digest = ?1 AND client_id = ?2) OR EXISTS (SELECT 1 FROM orders WHERE instr(request, ?1))",
+            " WHERE digest = ?1 AND client_id = ?2) OR EXISTS (SELECT 1 FROM orders WHERE instr(request, ?1))"
+            " OR EXISTS (SELECT 1 FROM shares WHERE client_id = ?2 AND instr(messages, ?1))",
             (digest, client_id),
         ).fetchone()
         return bool(row[0])

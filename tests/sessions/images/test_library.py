@@ -227,10 +227,11 @@ async def test_images_of_a_deleted_client_are_deleted(images: Images) -> None:
 
 
 def test_images_that_no_message_names_are_deleted_after_a_day(tmp_path: Path) -> None:
-    """Images of stored messages are kept, and those of an unfinished turn."""
+    """Images of stored messages are kept, and those of an unfinished turn or a share."""
     database = database_in(tmp_path)
     file = ImageFile(tmp_path / IMAGES_NAME, sessions=tmp_path / DATABASE_NAME)
-    names = {name: digest_of(name.encode()) for name in ("in a message", "in a turn", "of another client", "unused")}
+    named = ("in a message", "in a turn", "in a share", "of another client", "unused")
+    names = {name: digest_of(name.encode()) for name in named}
     for name, digest in names.items():
         image = MessageImage(digest=digest, width=2, height=1, media_type="image/png")
         file.add("ada", image, name.encode(), now=0.0, max_bytes=1000)
@@ -247,10 +248,13 @@ def test_images_that_no_message_names_are_deleted_after_a_day(tmp_path: Path) ->
         " VALUES (1, 't', ?, '', 0, '', 0, '', '')",
         (f'{{"messages": ["{names["in a turn"]}"]}}',),
     )
+    shared = f'[{{"role":"user","images":[{{"digest":"{names["in a share"]}"}}]}}]'
+    database.execute("INSERT INTO shares VALUES ('sh', 's_9', 'ada', x'00', '', 0, NULL, 1, ?)", (shared,))
     assert file.collect(now=GRACE_S - 1) == 0
     assert file.collect(now=GRACE_S + 1) == 2
-    assert {name for name, digest in names.items() if file.read(digest)} == {"in a message", "in a turn"}
+    assert {name for name, digest in names.items() if file.read(digest)} == set(named[:3])
     database.execute("DELETE FROM sessions WHERE id = 1")
-    assert file.collect(now=3 * GRACE_S) == 2
+    database.execute("DELETE FROM shares")
+    assert file.collect(now=3 * GRACE_S) == 3
     file.close()
     database.close()

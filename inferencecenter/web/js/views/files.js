@@ -171,8 +171,9 @@ link.subscribe(() => fetched.clear());
  * @param {SeenImage} image
  * @returns {Promise<string | null>}
  */
-async function fetchImage({ digest, media_type }) {
-  const answer = await link.peek()?.request("get_image", { digest }).catch(() => null);
+async function fetchImage({ digest, media_type, shared }) {
+  const reading = shared ? import("./share.js").then(({ sharedImage }) => sharedImage(shared, digest)) : link.peek()?.request("get_image", { digest });
+  const answer = await reading?.catch(() => null);
   if (!answer) return null;
   const source = `data:${media_type};base64,${answer.data}`;
   fetched.set(digest, source);

@@ -124,11 +124,43 @@ export function SharedConversation() {
  * @returns {Promise<Shared>}
  */
 async function read(at) {
+  const response = await requestShare(at);
+  if (response.ok) {
+    const shared = await response.json();
+    return { ...shared, transcript: shared.transcript.map((/** @type {any} */ message) => withImagesOf(message, at)) };
+  }
+  throw new Error(response.status === 404 ? t("share.gone") : ((await response.json()).error?.message ?? t("share.unreadable")));
+}
+
+/**
+ * @param {import("../wire/types.js").ChatMessage} message
+ * @param {string} at
+ */
+function withImagesOf(message, at) {
+  return { ...message, ...(message.images && { images: message.images.map((image) => ({ ...image, shared: at })) }) };
+}
+
+/**
+ * @param {string} at  Its id and secret.
+ * @param {string} [digest]  Of an image.
+ */
+function requestShare(at, digest) {
   const [id, secret = ""] = at.split("/");
   const headers = { authorization: `Bearer ${keptToken() ?? ""}`, "x-share-token": secret }; // no text
-  const response = await fetch(new URL(`shares/${encodeURIComponent(id)}`, document.baseURI), { headers });
-  if (response.ok) return response.json();
-  throw new Error(response.status === 404 ? t("share.gone") : ((await response.json()).error?.message ?? t("share.unreadable")));
+  const path = `shares/${encodeURIComponent(id)}${digest ? `/images/${digest}` : ""}`; // no text
+  return fetch(new URL(path, document.baseURI), { headers });
+}
+
+/**
+ * Returns the file of a shared conversation's image in Base64, null if it cannot be read.
+ *
+ * @param {string} at  Its id and secret.
+ * @param {string} digest
+ * @returns {Promise<{data: string} | null>}
+ */
+export async function sharedImage(at, digest) {
+  const response = await requestShare(at, digest);
+  return response.ok ? response.json() : null;
 }
 
 /**

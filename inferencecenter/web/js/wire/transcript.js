@@ -29,7 +29,8 @@ import { t } from "../i18n.js";
  */
 
 /**
- * @typedef {import("./types.js").MessageImage & {source?: string}} SeenImage  `source` is a data URL; the daemon has the others.
+ * @typedef {import("./types.js").MessageImage & {source?: string, shared?: string}} SeenImage  `source` is a data URL; the
+ *   daemon has the others, those of a shared conversation at the address `shared`.
  * @typedef {{name: string, text: string, image?: SeenImage}} AttachedFile  The text of an image is empty.
  */
 
@@ -185,7 +186,7 @@ export function question(asked) {
  *
  * @param {ChatMessage} message
  */
-function inParts(message) {
+export function inParts(message) {
   const { role, content, images, tool_call_id } = message;
   if (!images) return message;
   const parts = content.split(IMAGE_MARK).flatMap((text, at) => [
