@@ -377,7 +377,7 @@ class ChatLoop:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST, f"{path} cannot be read: {error.strerror}", hint="Name an image file."
             ) from None
-        image = self._portal.call(self._client.add_image, file)
+        image = self._portal.call(self._client.add_image, file).model_copy(update={"alt": path.name})
         self._images.append(image)
         stdout.print(f"{path.name}: {image.width} x {image.height} pixels, sent with the next question", markup=False)
 

@@ -121,7 +121,7 @@ def infer_request(
 
 
 ImageSource: TypeAlias = "str | Path | bytes | MessageImage"
-"""An image: the path of a file, its content, or what ``Client.add_image`` returned."""
+"""An image: the path of a file, whose name stands for it, its content, or what ``Client.add_image`` returned."""
 
 
 def _with_images(prompt: str, images: Sequence[ImageSource]) -> dict[str, Any]:
@@ -131,9 +131,12 @@ def _with_images(prompt: str, images: Sequence[ImageSource]) -> dict[str, Any]:
 
 def _image_part(image: ImageSource) -> dict[str, Any]:
     if isinstance(image, MessageImage):
-        return {"type": "image", "digest": image.digest}
-    file = image if isinstance(image, bytes) else Path(image).read_bytes()
-    return {"type": "image", "data": b64encode(file).decode()}
+        alt = {} if image.alt is None else {"alt": image.alt}
+        return {"type": "image", "digest": image.digest, **alt}
+    if isinstance(image, bytes):
+        return {"type": "image", "data": b64encode(image).decode()}
+    path = Path(image)
+    return {"type": "image", "data": b64encode(path.read_bytes()).decode(), "alt": path.name}
 
 
 Messages: TypeAlias = "Sequence[ChatMessage | dict[str, Any]]"

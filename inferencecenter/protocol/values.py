@@ -121,6 +121,9 @@ ImageDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 ImageType = Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
 
 
+ImageAlt = Annotated[str, StringConstraints(max_length=256)]
+
+
 class MessageImage(Value):
     """An image of a message."""
 
@@ -128,6 +131,9 @@ class MessageImage(Value):
     width: int = Field(ge=1, description="Width in pixels, as the model sees it.")
     height: int = Field(ge=1, description="Height in pixels, as the model sees it.")
     media_type: ImageType = Field(description="Format of its file.")
+    alt: ImageAlt | None = Field(
+        default=None, description="What stands for it where it is not shown, such as its file's name."
+    )
 
 
 class MessageTextPart(Value):
@@ -145,6 +151,10 @@ class MessageImagePart(Value):
     digest: ImageDigest | None = Field(default=None, description="SHA-256 of a file sent before, in hex.")
     url: Annotated[str, StringConstraints(max_length=4096)] | None = Field(
         default=None, description="Address with https of a file on a host in `server.image_hosts`."
+    )
+    alt: ImageAlt | None = Field(
+        default=None,
+        description="What stands for it where it is not shown, such as its file's name; the model does not see it.",
     )
 
     @model_validator(mode="after")

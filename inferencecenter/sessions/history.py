@@ -229,8 +229,9 @@ def plain_messages(messages: Iterable[ChatMessage | MessageInParts]) -> tuple[Ch
 
 
 def chars_of(message: ChatMessage) -> int:
-    """Return the characters of a message, including reasoning and tool calls."""
+    """Return the characters of a message, including reasoning, tool calls and what stands for images."""
     n_chars = len(message.content) + len(message.reasoning or "")
+    n_chars += sum(len(image.alt or "") for image in message.images or ())
     return n_chars + sum(len(call.name) + len(call.arguments) for call in message.tool_calls or ())
 
 

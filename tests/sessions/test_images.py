@@ -91,7 +91,7 @@ def test_image_is_in_the_transcript(world: SessionHarness) -> None:
     assert transcript[0].model_dump(exclude_none=True) == {
         "role": "user",
         "content": "\ufffcWhat is it?",
-        "images": (SUN.model_dump(),),
+        "images": (SUN.model_dump(exclude_none=True),),
     }
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from playwright.async_api import expect
 
-from tests.e2e.harness import connect_client, run_daemon
+from tests.e2e.harness import command_line, connect_client, run_daemon
 from tests.sessions.images.files import image_file
 from tests.web import node
-from tests.web.browser import MARKS, PHONE, barriers, signed_in
+from tests.web.browser import MARKS, PHONE, barriers, origin_of, signed_in, visiting
+from tests.web.test_transfer import exported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,6 +86,7 @@ async def test_chosen_images_are_sent_and_shown(browser: Browser, seeing: Daemon
         (question, _) = await transcript(seeing, visit.session_id())
         assert question["content"] == "\ufffc\ufffcWhat is it?"
         assert [(each["width"], each["height"]) for each in question["images"]] == [(64, 48), (1568, 196)]
+        assert [each["alt"] for each in question["images"]] == ["red.png", "wide.jpg"]
         await visit.page.reload()
         asked = visit.questions.first
         images = asked.locator("img[data-loaded=true]")
@@ -91,11 +94,11 @@ async def test_chosen_images_are_sent_and_shown(browser: Browser, seeing: Daemon
         assert await images.evaluate_all("(all) => all.map((each) => each.naturalWidth)") == [64, 1568]
         await expect(asked.locator(".bubble")).to_have_text("What is it?")
         assert await barriers(visit) == []
-        opener = visit.button("Open image 2", inside=asked)
+        opener = visit.button("Open wide.jpg", inside=asked)
         await opener.focus()
         await visit.page.keyboard.press("Enter")
-        view = visit.page.get_by_role("dialog", name="Image 2")
-        await expect(view.get_by_role("img", name="Image 2")).to_be_visible()
+        view = visit.page.get_by_role("dialog", name="wide.jpg")
+        await expect(view.get_by_role("img", name="wide.jpg")).to_be_visible()
         assert await barriers(visit) == []
         await visit.page.keyboard.press("Escape")
         await expect(view).to_have_count(0)
@@ -173,13 +176,24 @@ async def test_edited_question_keeps_its_images(browser: Browser, seeing: Daemon
         await visit.button("Edit", inside=visit.questions.first).click()
         editor = visit.page.get_by_role("textbox", name="Edit the message")
         await expect(editor).to_have_value("What is it?")
-        await expect(visit.page.locator(".editor .chip")).to_contain_text("Image 1")
+        await expect(visit.page.locator(".editor .chip")).to_contain_text("red.png")
         await editor.fill("What color?")
         await editor.press("Enter")
         await expect(visit.page.get_by_role("group", name="Versions")).to_contain_text("2/2")
         await visit.answered()
         (question, _) = await transcript(seeing, visit.session_id())
-        assert (question["content"], len(question["images"])) == ("\ufffcWhat color?", 1)
+        assert (question["content"], question["images"][0]["alt"]) == ("\ufffcWhat color?", "red.png")
+
+
+async def test_image_without_a_name_has_a_number(browser: Browser, seeing: Daemon) -> None:
+    """As one that another program sent."""
+    async with connect_client(seeing) as client:
+        session = await client.create()
+        image = {"type": "image", "data": base64.b64encode(RED).decode()}
+        await client.ask(op="append", session_id=session, messages=[{"role": "user", "content": [image]}])
+    async with signed_in(browser, seeing) as visit:
+        await visit.go(f"#/c/{session}")
+        await expect(visit.button("Open Image 1").get_by_role("img", name="Image 1")).to_be_visible()
 
 
 async def test_file_that_is_no_image_is_refused(browser: Browser, seeing: Daemon) -> None:
@@ -198,14 +212,54 @@ async def test_image_for_a_blind_model_is_refused_before_it_is_sent(browser: Bro
         await expect(visit.composer).to_have_value("What is it?")
 
 
-async def test_exports_say_where_images_were() -> None:
-    """Their files are not part of an export, so an import has none."""
-    image = {"digest": "0" * 64, "width": 2, "height": 1, "media_type": "image/png"}
-    said = {"role": "user", "content": "\ufffcWhat is it?", "images": [image]}
+async def test_exports_carry_images(browser: Browser, seeing: Daemon) -> None:
+    """Markdown as data URLs; what is exported as JSON is imported by another account."""
+    async with signed_in(browser, seeing) as visit:
+        chips = await attach(visit, payload("a [red] one.png", RED, "image/png"))
+        await expect(chips.locator("img[data-loaded=true]")).to_have_count(1)
+        await visit.ask("What is it?")
+        await visit.answered()
+        (question, _) = await transcript(seeing, visit.session_id())
+        (image,) = question["images"]
+        async with connect_client(seeing) as client:
+            data = (await client.ask(op="get_image", digest=image["digest"]))["data"]
+        await visit.button("Conversation settings").click()
+        _, markdown = await exported(visit, "Export as Markdown")
+        label = image["digest"][:16]
+        assert f"![a  red  one.png][{label}]\n\nWhat is it?" in markdown
+        assert markdown.endswith(f"\n\n[{label}]: data:image/png;base64,{data}\n")
+        _, text = await exported(visit, "Export as JSON")
+        assert json.loads(text)["images"] == {image["digest"]: {"media_type": "image/png", "data": data}}
+    other = command_line(seeing, "token", "create", "importer")["token"]
+    async with visiting(browser, origin_of(seeing)) as visit:
+        await visit.page.goto(origin_of(seeing))
+        await visit.token.fill(other)
+        await visit.button("Sign in").click()
+        await visit.button("Conversation settings").click()
+        chosen = visit.page.get_by_label("File to import")
+        await chosen.set_input_files(payload("a.json", text.encode(), "application/json"))
+        await expect(visit.page.get_by_text("1 conversation imported.")).to_be_visible()
+        await visit.button("Close the settings").click()
+        await visit.conversation("What is it?").click()
+        shown = visit.questions.first.get_by_role("img", name="a [red] one.png")
+        await expect(shown).to_have_attribute("data-loaded", "true")
+        await expect(visit.questions.first.locator(".bubble")).to_have_text("What is it?")
+
+
+async def test_import_says_where_images_were() -> None:
+    """Those whose files are missing; the others stay."""
+    images = [{"digest": str(n) * 64, "width": 2, "height": 1, "media_type": "image/png"} for n in range(2)]
+    said = {"role": "user", "content": "\ufffcWhat is \ufffcit?", "images": images}
     body = """
-      const [{ messages }] = conversationsIn(JSON.stringify({ conversations: [{ title: "T", messages: [input] }] }));
-      return [asMarkdown({ title: "T", messages: [input] }), messages];
+      const { messages: [said], files } = input;
+      const text = JSON.stringify({ conversations: [{ title: "T", messages: [said] }], images: files });
+      const { conversations: [{ messages }] } = conversationsIn(text);
+      return [asMarkdown({ title: "T", messages: [said] }, files), messages];
     """
-    markdown, messages = node.run('import { asMarkdown, conversationsIn } from "JS/transfer.js";', body, given=said)
-    assert markdown.endswith("\n\n[image]What is it?\n")
-    assert messages == [{"role": "user", "content": "[image]What is it?"}]
+    files = {"1" * 64: {"media_type": "image/png", "data": "AA=="}}
+    imports = 'import { asMarkdown, conversationsIn } from "JS/transfer.js";'
+    markdown, messages = node.run(imports, body, given={"messages": [said], "files": files})
+    assert "\n\n[image]What is ![][1111111111111111]\n\nit?\n" in markdown
+    assert messages == [{"role": "user", "content": "[image]What is \ufffcit?", "images": images[1:]}]
+    _, nothing = node.run(imports, body, given={"messages": [said], "files": {}})
+    assert nothing == [{"role": "user", "content": "[image]What is [image]it?"}]

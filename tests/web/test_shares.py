@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from base64 import b64encode
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from playwright.async_api import expect
 
 from tests.e2e.harness import command_line, connect_client, run_daemon
+from tests.sessions.images.files import image_file
 from tests.web.browser import DESKTOP, MARKS, PHONE, barriers, origin_of, signed_in, visiting
 from tests.web.conftest import ECHO
 
@@ -82,6 +84,29 @@ async def test_another_account_reads_a_shared_conversation(
                 "This link has expired, was revoked, or is not complete."
             )
             await expect(visit.questions).to_have_count(0)
+
+
+@pytest.mark.parametrize("options", [{"color_scheme": "dark"}, {"viewport": PHONE}], ids=["dark", "phone"])
+async def test_shared_images_are_shown(browser: Browser, sharing: Daemon, options: dict[str, Any]) -> None:
+    """To an account that does not own them, in full size too."""
+    async with connect_client(sharing) as client:
+        session = await client.create()
+        image = {"type": "image", "data": b64encode(image_file((64, 48))).decode(), "alt": "red.png"}
+        content = [image, {"type": "text", "text": "Look."}]
+        await client.ask(op="append", session_id=session, messages=[{"role": "user", "content": content}])
+        made = await client.ask(op="create_share", session_id=session)
+    account = f"viewer{len(options.get('color_scheme', ''))}"
+    reader = command_line(sharing, "token", "create", account)["token"]
+    async with visiting(browser, origin_of(sharing), **options) as visit:
+        await visit.page.goto(f"{origin_of(sharing)}/#/s/{made['share']['share_id']}/{made['share_token']}")
+        await visit.token.fill(reader)
+        await visit.button("Sign in").click()
+        shown = visit.questions.get_by_role("img", name="red.png")
+        await expect(shown).to_have_attribute("data-loaded", "true")
+        assert await shown.evaluate("(image) => image.decode().then(() => image.naturalWidth)") == 64
+        await visit.button("Open red.png").click()
+        await expect(visit.page.get_by_role("dialog", name="red.png").get_by_role("img")).to_be_visible()
+        assert await barriers(visit) == []
 
 
 async def test_no_links_where_the_operator_allows_none(browser: Browser, echo: Daemon) -> None:

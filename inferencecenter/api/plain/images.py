@@ -28,7 +28,7 @@ async def upload(call: Call) -> Reply:
     """Store an image for later messages of the client."""
     owner = ImageOwner(call.caller.client.client_id, stored=True)
     image = await call.context.sessions.images.add_encoded(owner, call.body.data, path="data")
-    return document(image.model_dump())
+    return document(image.model_dump(exclude_none=True))
 
 
 OPERATION: Final = Operation(

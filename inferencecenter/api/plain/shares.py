@@ -32,7 +32,7 @@ class SharedConversation(BaseModel, defer_build=True):
     created_at: float = Field(description="When it was shared, in Unix seconds.")
     expires_at: float | None = Field(default=None, description="Unix seconds; null if it does not expire.")
     transcript: tuple[ChatMessage, ...] = Field(
-        description="The messages, without the system prompt. `GET /shares/{share_id}/images/{digest}` has their images."
+        description="The messages, without the system prompt; images are at `/shares/{share_id}/images/{digest}`."
     )
 
 
@@ -101,7 +101,7 @@ async def _opened(call: Call) -> OpenedShare:
 
 def _image_document(image: MessageImage, file: bytes) -> Document:
     answer = SharedImage(**dict(image), data=b64encode(file).decode())
-    return Document(orjson.dumps(answer.model_dump()), headers={"cache-control": "no-store"})
+    return Document(orjson.dumps(answer.model_dump(exclude_none=True)), headers={"cache-control": "no-store"})
 
 
 def _document(found: OpenedShare) -> Document:

@@ -180,7 +180,7 @@ def _get_image(connection: Connection, request: requests.GetImage) -> None:
         image, file = await context.sessions.images.read(connection.client_id, request.digest)
         context.operations.charge(connection.client_id, n_units=0, n_chars=len(file))
         data = await context.worker.run(connection.client_id, lambda: b64encode(file).decode())
-        return events.ImageFetched(**dict(image), data=data)
+        return events.ImageFetched(**image.model_dump(exclude_none=True), data=data)
 
     connection.answer_later(request, fetch)
 

@@ -233,7 +233,10 @@ class ImageLibrary:
         if isinstance(message, ChatMessage):
             if message.images is None:
                 return message
-            known = [await self._known(owner, image.digest, f"{path}.images") for image in message.images]
+            known = [
+                _with_alt(await self._known(owner, image.digest, f"{path}.images"), image.alt)
+                for image in message.images
+            ]
             return message.model_copy(update={"images": tuple(known)})
         texts, images = [], []
         for number, part in enumerate(message.content):
@@ -243,11 +246,12 @@ class ImageLibrary:
             texts.append(IMAGE_MARK)
             where = f"{path}.content.{number}"
             if part.digest is not None:
-                images.append(await self._known(owner, part.digest, f"{where}.digest"))
+                image = await self._known(owner, part.digest, f"{where}.digest")
             elif part.url is not None:
-                images.append(await self._add_fetched(owner, part.url, path=f"{where}.url"))
+                image = await self._add_fetched(owner, part.url, path=f"{where}.url")
             else:
-                images.append(await self.add_encoded(owner, part.data or "", path=f"{where}.data"))
+                image = await self.add_encoded(owner, part.data or "", path=f"{where}.data")
+            images.append(_with_alt(image, part.alt))
         return ChatMessage(
             role=message.role,
             content="".join(texts),
@@ -336,6 +340,10 @@ class ImageLibrary:
         self._pixels.move_to_end(digest)
         while sum(map(len, self._pixels.values())) > _PIXEL_BYTES and len(self._pixels) > 1:
             self._pixels.popitem(last=False)
+
+
+def _with_alt(image: MessageImage, alt: str | None) -> MessageImage:
+    return image if alt is None else image.model_copy(update={"alt": alt})
 
 
 def _unpacked(data: str, path: str) -> bytes:

@@ -11,7 +11,7 @@ import { attempt, failure, hello, link, view } from "./state.js";
 import { versionFields, versionsOf } from "./versions.js";
 import { WireError, asWireError } from "./wire/errors.js";
 import { Session } from "./wire/session.js";
-import { before, messageOf, question, titleOf } from "./wire/transcript.js";
+import { before, inParts, messageOf, question, titleOf } from "./wire/transcript.js";
 
 /** @typedef {import("./wire/link.js").Link} Link */
 
@@ -257,7 +257,7 @@ export async function importConversation({ title, messages }, batches) {
   const made = await there.request("create_session", { metadata, ...(system && { system }) });
   for (const [at, batch] of batches.entries()) {
     const part = at === 0 && system ? batch.slice(1) : batch;
-    if (part.length > 0) await there.request("append", { session_id: made.session_id, messages: [...part] });
+    if (part.length > 0) await there.request("append", { session_id: made.session_id, messages: part.map(inParts) });
   }
   enlist(made.session_id, metadata, made.model);
 }

@@ -3,27 +3,47 @@
 
 import { t } from "./i18n.js";
 import { WireError } from "./wire/errors.js";
-import { textOf } from "./wire/transcript.js";
+import { IMAGE_MARK, textOf } from "./wire/transcript.js";
 
 /**
  * @typedef {import("./wire/types.js").ChatMessage} ChatMessage
  * @typedef {{title: string, model?: string, messages: readonly ChatMessage[]}} Exported
+ * @typedef {Readonly<Record<string, {media_type: string, data: string}>>} Files  Of images by digest, in Base64.
  */
 
-/** Stands for an image in an export. */
+/** Stands for an image whose file is not in the export. */
 const NO_IMAGE = "[image]";
+const SHOWN_DIGITS = 16;
 const ROLES = /** @type {const} */ ({ system: "role.system", user: "role.user", assistant: "role.assistant", tool: "role.tool" });
 
-/** @param {Exported} conversation */
-export function asMarkdown({ title, messages }) {
+/**
+ * Returns a conversation as Markdown; images are data URLs, defined at its end.
+ *
+ * @param {Exported} conversation
+ * @param {Files} files
+ */
+export function asMarkdown({ title, messages }, files) {
+  /** @type {Set<string>} */
+  const shown = new Set();
   const parts = messages.map((message) => {
     const { role, tool_calls: calls } = message;
-    const content = textOf(message, NO_IMAGE);
+    const images = message.images ?? [];
+    let at = 0;
+    const content = textOf(message, () => {
+      const { digest, alt } = images[at++];
+      if (!files[digest]) return NO_IMAGE;
+      shown.add(digest);
+      return `![${(alt ?? "").replace(/[\\[\]\n]/g, " ")}][${digest.slice(0, SHOWN_DIGITS)}]\n\n`;
+    });
     const called = (calls ?? []).map((call) => `${t("message.called", { name: `\`${call.name}\`` })}:\n\n${fenced(call.arguments, "json")}`);
     const text = role === "tool" ? fenced(content, "") : content;
     return [`## ${t(ROLES[role])}`, ...(text ? [text] : []), ...called].join("\n\n");
   });
-  return `# ${title}\n\n${parts.join("\n\n")}\n`;
+  const definitions = [...shown].map((digest) => {
+    const { media_type, data } = files[digest];
+    return `[${digest.slice(0, SHOWN_DIGITS)}]: data:${media_type};base64,${data}\n`;
+  });
+  return `# ${title}\n\n${parts.join("\n\n")}\n${definitions.length > 0 ? "\n" : ""}${definitions.join("")}`;
 }
 
 /**
@@ -36,10 +56,21 @@ export function fileName(title) {
 }
 
 /**
- * Reads an export.
+ * Returns the digests of all images in conversations.
+ *
+ * @param {readonly Exported[]} conversations
+ */
+export function imagesIn(conversations) {
+  const images = conversations.flatMap(({ messages }) => messages).flatMap((message) => message.images ?? []);
+  return [...new Set(images.map(({ digest }) => digest))];
+}
+
+/**
+ * Reads an export; images whose files it lacks are replaced by a text.
+ *
  *
  * @param {string} text
- * @returns {Exported[]}
+ * @returns {{conversations: Exported[], files: Files}}
  * @throws {WireError} It is none.
  */
 export function conversationsIn(text) {
@@ -56,16 +87,22 @@ export function conversationsIn(text) {
     const isRight = typeof each?.title === "string" && Array.isArray(each.messages) && each.messages.every(isMessage);
     if (!isRight) throw refused(t("transfer.bad_entry", { at: at + 1 }));
   }
-  return all.map((each) => ({ ...each, messages: each.messages.map(withoutImages) }));
+  const files = Object.fromEntries(Object.entries(found.images ?? {}).filter(([, file]) => typeof (/** @type {any} */ (file)?.data) === "string"));
+  return { conversations: all.map((each) => ({ ...each, messages: each.messages.map((/** @type {ChatMessage} */ message) => withImagesIn(files, message)) })), files };
 }
 
 /**
- * Returns a message without its images, whose files are not part of an export.
+ * Returns a message with those of its images that have files.
  *
+ * @param {Files} files
  * @param {ChatMessage} message
  */
-function withoutImages({ images, ...message }) {
-  return { ...message, content: textOf({ ...message, images }, NO_IMAGE) };
+function withImagesIn(files, { images, ...message }) {
+  if (!Array.isArray(images)) return message;
+  const present = images.filter((image) => Object.hasOwn(files, String(image?.digest)));
+  let at = 0;
+  const content = textOf({ ...message, images }, () => (present.includes(images[at++]) ? IMAGE_MARK : NO_IMAGE));
+  return { ...message, content, ...(present.length > 0 && { images: present }) };
 }
 
 /**

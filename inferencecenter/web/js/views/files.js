@@ -97,16 +97,15 @@ export function RemovableFiles({ files, onRemove }) {
 /** @param {{files: readonly AttachedFile[]}} props  Of a message that was sent. */
 export function FileList({ files }) {
   return html`<div class="files">
-    ${files.map((file, at) => (file.image ? html`<${SentImage} key=${at} image=${file.image} number=${at + 1} />` : html`<${SentFile} key=${at} file=${file} />`))}
+    ${files.map((file, at) => (file.image ? html`<${SentImage} key=${at} image=${file.image} alt=${file.name || t("files.image_number", { n: at + 1 })} />` : html`<${SentFile} key=${at} file=${file} />`))}
   </div>`;
 }
 
-/** @param {{image: SeenImage, number: number}} props  It opens in full size. */
-function SentImage({ image, number }) {
+/** @param {{image: SeenImage, alt: string}} props  It opens in full size. */
+function SentImage({ image, alt }) {
   const [open, setOpen] = useState(false);
-  const alt = t("files.image_number", { n: number });
   return html`
-    <button type="button" class="sent-image" aria-label=${t("files.image_open", { n: number })} title=${t("files.image_open", { n: number })}
+    <button type="button" class="sent-image" aria-label=${t("files.image_open", { name: alt })} title=${t("files.image_open", { name: alt })}
       onClick=${() => setOpen(true)}><${Picture} key=${image.source ?? image.digest} image=${image} alt=${alt} /></button>
     ${open && html`<${ImageView} image=${image} alt=${alt} onClose=${() => setOpen(false)} />`}
   `;

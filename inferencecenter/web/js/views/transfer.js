@@ -6,11 +6,14 @@ import { html, useRef, useState } from "../ui.js";
 import { importConversation } from "../conversations.js";
 import { sessions, titleOfSession } from "../list.js";
 import { hello, link } from "../state.js";
-import { asMarkdown, batchesOf, conversationsIn, fileName, presetsIn } from "../transfer.js";
-import { asWireError } from "../wire/errors.js";
+import { keptToken } from "../storage.js";
+import { asMarkdown, batchesOf, conversationsIn, fileName, imagesIn, presetsIn } from "../transfer.js";
+import { asWireError, WireError } from "../wire/errors.js";
 
 /** @typedef {import("../transfer.js").Exported} Exported */
 
+/** Of the files of images in an export. */
+const MOST_IMAGE_CHARS = 64 * 2 ** 20;
 const FORMAT = "inferencecenter.conversations";
 
 /** @param {{id: string | null}} props  The shown conversation. */
@@ -31,9 +34,10 @@ export function Transfer({ id }) {
   };
   const saveOne = async (/** @type {"md" | "json"} */ kind) => {
     const one = await read(/** @type {string} */ (id));
-    if (kind === "md") save(`${fileName(one.title)}.md`, asMarkdown(one), "text/markdown");
-    else save(`${fileName(one.title)}.json`, jsonOf([one]), "application/json");
-    return "";
+    const { files, n_omitted: n } = await imageFiles([one]);
+    if (kind === "md") save(`${fileName(one.title)}.md`, asMarkdown(one, files), "text/markdown");
+    else save(`${fileName(one.title)}.json`, jsonOf([one], files), "application/json");
+    return omitted(n);
   };
   const saveAll = async () => {
     const list = sessions.peek() ?? [];
@@ -43,12 +47,14 @@ export function Transfer({ id }) {
       all.push(await read(session_id));
     }
     const kept = (await link.peek()?.request("list_presets"))?.presets ?? [];
-    save("conversations.json", jsonOf(all, kept), "application/json");
-    return t("transfer.exported", { n: all.length });
+    const { files, n_omitted: n } = await imageFiles(all);
+    save("conversations.json", jsonOf(all, files, kept), "application/json");
+    return `${t("transfer.exported", { n: all.length })} ${omitted(n)}`.trim();
   };
   const load = async (/** @type {File} */ chosen) => {
     const text = await chosen.text();
-    const found = conversationsIn(text);
+    const { conversations: found, files } = conversationsIn(text);
+    for (const digest of imagesIn(found)) await uploadImage(files[digest].data);
     const limit = (hello.peek()?.limits.max_frame_bytes ?? 2 ** 20) / 2;
     for (const each of found) await importConversation(each, batchesOf(each.messages, limit));
     for (const preset of presetsIn(text)) await link.peek()?.request("save_preset", { preset });
@@ -86,11 +92,57 @@ async function read(id) {
 }
 
 /**
+ * Reads the files of images, up to a limit for all of them.
+ *
  * @param {readonly Exported[]} conversations
+ * @returns {Promise<{files: import("../transfer.js").Files, n_omitted: number}>}
+ */
+async function imageFiles(conversations) {
+  /** @type {Record<string, {media_type: string, data: string}>} */
+  const files = {};
+  const digests = imagesIn(conversations);
+  let room = MOST_IMAGE_CHARS;
+  for (const digest of digests) {
+    if (room <= 0) break;
+    const found = await link.peek()?.request("get_image", { digest }).catch(unlessGone);
+    room -= found?.data.length ?? 0;
+    if (found && room >= 0) files[digest] = { media_type: found.media_type, data: found.data };
+  }
+  return { files, n_omitted: digests.length - Object.keys(files).length };
+}
+
+/** @param {unknown} error */
+function unlessGone(error) {
+  if (asWireError(error).code !== "invalid_request") throw error;
+  return null;
+}
+
+/** @param {number} n  Of images. */
+function omitted(n) {
+  return n > 0 ? t("transfer.omitted", { n }) : "";
+}
+
+/**
+ * Stores an image for the messages that name it.
+ *
+ * @param {string} data
+ */
+async function uploadImage(data) {
+  const response = await fetch(new URL("images", document.baseURI), {
+    method: "POST",
+    headers: { authorization: `Bearer ${keptToken() ?? ""}`, "content-type": "application/json" }, // no text
+    body: JSON.stringify({ data }),
+  });
+  if (!response.ok) throw new WireError({ code: "invalid_request", message: t("transfer.bad_image"), hint: "", ...(await response.json()).error });
+}
+
+/**
+ * @param {readonly Exported[]} conversations
+ * @param {import("../transfer.js").Files} images
  * @param {readonly import("../wire/types.js").Preset[]} [presets]
  */
-function jsonOf(conversations, presets) {
-  return JSON.stringify({ format: FORMAT, version: 1, conversations, presets }, null, 2);
+function jsonOf(conversations, images, presets) {
+  return JSON.stringify({ format: FORMAT, version: 1, conversations, images, presets }, null, 2);
 }
 
 /**

@@ -37,7 +37,7 @@ import { t } from "../i18n.js";
 /** The position before the first turn. */
 export const START = "start";
 /** Stands for an image in the content of a message. */
-const IMAGE_MARK = "\ufffc";
+export const IMAGE_MARK = "\ufffc";
 const FILE_HEAD = /Attached file: (.+)\n(`{3,})\n/y;
 
 /**
@@ -197,8 +197,8 @@ export function inParts(message) {
 }
 
 /** @param {SeenImage} image */
-function imagePart({ source, digest }) {
-  return { type: "image", ...(source ? { data: source.slice(source.indexOf(",") + 1) } : { digest }) };
+function imagePart({ source, digest, alt }) {
+  return { type: "image", ...(source ? { data: source.slice(source.indexOf(",") + 1) } : { digest }), ...(alt && { alt }) };
 }
 
 /**
@@ -209,7 +209,7 @@ function imagePart({ source, digest }) {
  * @returns {ChatMessage}
  */
 export function messageOf(files, text) {
-  const images = files.flatMap(({ image }) => image ?? []);
+  const images = files.flatMap(({ image, name }) => (image ? [{ ...image, ...(name && { alt: name }) }] : []));
   const content = withFiles(files.filter(({ image }) => !image), text);
   if (images.length === 0) return { role: "user", content };
   return { role: "user", content: IMAGE_MARK.repeat(images.length) + content.replaceAll(IMAGE_MARK, "\ufffd"), images };
@@ -219,9 +219,9 @@ export function messageOf(files, text) {
  * Returns the text of a message for where images cannot be shown.
  *
  * @param {ChatMessage} message
- * @param {string} [instead]  Stands for each image.
+ * @param {() => string} [instead]  Returns what stands for the next image.
  */
-export function textOf({ content, images }, instead = "") {
+export function textOf({ content, images }, instead = () => "") {
   return images ? content.replaceAll(IMAGE_MARK, instead) : content;
 }
 
@@ -234,7 +234,7 @@ export function textOf({ content, images }, instead = "") {
 export function partsOf({ content, images }) {
   if (!images) return filesIn(content);
   const { files, text } = filesIn(textOf({ role: "user", content, images }));
-  return { files: [...images.map((image) => ({ name: "", text: "", image })), ...files], text };
+  return { files: [...images.map((image) => ({ name: image.alt ?? "", text: "", image })), ...files], text };
 }
 
 /**

@@ -139,6 +139,8 @@ export interface MessageImage {
   height: number;
   /** Format of its file. */
   media_type: "image/png" | "image/jpeg" | "image/webp" | "image/gif";
+  /** What stands for it where it is not shown, such as its file's name. */
+  alt?: string | null;
 }
 
 /** An image of a message with parts: its file, the digest of one that the client sent before, or an address. */
@@ -150,6 +152,8 @@ export interface MessageImagePart {
   digest?: string | null;
   /** Address with https of a file on a host in `server.image_hosts`. */
   url?: string | null;
+  /** What stands for it where it is not shown, such as its file's name; the model does not see it. */
+  alt?: string | null;
 }
 
 /** A message whose content has several parts, such as texts and images; it is stored as a message with images. */

@@ -19,7 +19,7 @@ const texts = {
   "files.image_other_model": "Das Modell {model} nimmt keine Bilder an. Diese schon: {others}.",
   "files.image_too_large": "Dieses Bild lässt sich nicht klein genug machen, um es zu senden.",
   "files.image_number": "Bild {n}",
-  "files.image_open": "Bild {n} öffnen",
+  "files.image_open": "{name} öffnen",
   "files.image_close": "Schließen",
   "files.image_failed": "Das Bild kann nicht geladen werden.",
   "files.binary": "Kein Text: Das ist eine Binärdatei.",

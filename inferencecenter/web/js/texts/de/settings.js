@@ -56,6 +56,8 @@ const texts = {
   "transfer.reading": "{at} von {count} wird gelesen …",
   "transfer.exported": { one: "{n} Unterhaltung exportiert.", other: "{n} Unterhaltungen exportiert." },
   "transfer.imported": { one: "{n} Unterhaltung importiert.", other: "{n} Unterhaltungen importiert." },
+  "transfer.omitted": { one: "{n} Bild fehlt: zu groß oder gelöscht.", other: "{n} Bilder fehlen: zusammen zu groß oder gelöscht." },
+  "transfer.bad_image": "Ein Bild der Datei konnte nicht gespeichert werden.",
   "transfer.no_list": "Die Datei enthält keine Liste namens „conversations“.",
   "transfer.bad_entry": "Unterhaltung {at} der Datei hat keinen Titel oder Nachrichten ohne Rolle und Inhalt.",
   "transfer.choose": "Wählen Sie eine Datei, die diese Seite als JSON exportiert hat.",

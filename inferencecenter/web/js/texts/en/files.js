@@ -19,7 +19,7 @@ const texts = {
   "files.image_other_model": "The model {model} does not take images. These do: {others}.",
   "files.image_too_large": "This image cannot be made small enough to be sent.",
   "files.image_number": "Image {n}",
-  "files.image_open": "Open image {n}",
+  "files.image_open": "Open {name}",
   "files.image_close": "Close",
   "files.image_failed": "The image cannot be loaded.",
   "files.binary": "Not text: this is a binary file.",

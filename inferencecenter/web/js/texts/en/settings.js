@@ -56,6 +56,8 @@ const texts = {
   "transfer.reading": "Reading {at} of {count}…",
   "transfer.exported": { one: "{n} conversation exported.", other: "{n} conversations exported." },
   "transfer.imported": { one: "{n} conversation imported.", other: "{n} conversations imported." },
+  "transfer.omitted": { one: "{n} image is missing: too large, or deleted.", other: "{n} images are missing: too large together, or deleted." },
+  "transfer.bad_image": "An image of the file could not be stored.",
   "transfer.no_list": "The file has no list named “conversations”.",
   "transfer.bad_entry": "Conversation {at} of the file has no title, or messages without role and content.",
   "transfer.choose": "Choose a file that this page exported as JSON.",
