@@ -1,5 +1,8 @@
 """Imports of core modules: ``wasi_ephemeral_nn``, and ``inferencecenter`` for the message of the last error.
 
+Functions are defined through the C API: those that wasmtime's Python package defines convert types anew for each call,
+which takes about 14 us, and a streamed token has two calls.
+
 Every pointer and length of the guest is checked against its memory before it is used. A failed call returns the number
 of its error, and changes no memory of the guest but the size of an output that does not fit.
 """
@@ -8,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from wasmtime import Caller, FuncType, Linker, Memory, ValType
+from wasmtime import Caller, FuncType, Linker, Memory, Trap, ValType
+from wasmtime import _bindings as bindings
 
 from inferencecenter.wasm.errors import SUCCESS, NnErrorKind, WasiNnError
 from inferencecenter.wasm.host import model_name
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 MODULE: Final = "wasi_ephemeral_nn"
 EXTENSION: Final = "inferencecenter"
 
+_NO_FINALIZER: Final = ctypes.cast(0, ctypes.CFUNCTYPE(None, ctypes.c_void_p))
 _MASK: Final = 0xFFFF_FFFF
 _TENSOR_BYTES: Final = 20
 _U8_TYPES: Final = frozenset({2, 3, 4})
@@ -36,15 +41,21 @@ _TARGETS: Final = 4
 
 
 class GuestMemory:
-    """The linear memory of the module, bounds-checked."""
+    """The linear memory of the module, bounds-checked.
+
+    Its address and size are those of the latest ``refresh``: they can only change while the guest runs.
+    """
 
     def __init__(self, memory: Memory, store: Store) -> None:
         self._memory = memory
         self._store = store
+        self._base = 0
+        self._size = 0
 
-    @property
-    def size(self) -> int:
-        return self._memory.data_len(self._store)
+    def refresh(self) -> None:
+        """Read address and size, at the start of each call."""
+        self._size = self._memory.data_len(self._store)
+        self._base = ctypes.addressof(self._memory.data_ptr(self._store).contents)
 
     def read(self, pointer: int, length: int, what: str) -> bytes:
         """Return a copy of ``length`` bytes.
@@ -52,7 +63,8 @@ class GuestMemory:
         Raises:
             WasiNnError: They are not all in the memory.
         """
-        return ctypes.string_at(self._address(pointer, length, what), length)
+        self.check(pointer, length, what)
+        return ctypes.string_at(self._base + pointer, length)
 
     def check(self, pointer: int, length: int, what: str) -> None:
         """Check that a range is in the memory, before anything is done for its sake.
@@ -60,7 +72,11 @@ class GuestMemory:
         Raises:
             WasiNnError: It is not.
         """
-        self._address(pointer, length, what)
+        if pointer + length > self._size:
+            raise WasiNnError(
+                NnErrorKind.INVALID_ARGUMENT,
+                f"{what}: {length} bytes at {pointer} are outside of the memory of {self._size} bytes",
+            )
 
     def write(self, pointer: int, data: bytes, what: str) -> None:
         """Copy ``data`` into the memory.
@@ -68,22 +84,14 @@ class GuestMemory:
         Raises:
             WasiNnError: The range is not in the memory.
         """
-        ctypes.memmove(self._address(pointer, len(data), what), data, len(data))
+        self.check(pointer, len(data), what)
+        ctypes.memmove(self._base + pointer, data, len(data))
 
     def read_u32(self, pointer: int, what: str) -> int:
         return int.from_bytes(self.read(pointer, 4, what), "little")
 
     def write_u32(self, pointer: int, value: int, what: str) -> None:
         self.write(pointer, value.to_bytes(4, "little"), what)
-
-    def _address(self, pointer: int, length: int, what: str) -> int:
-        size = self._memory.data_len(self._store)
-        if pointer + length > size:
-            raise WasiNnError(
-                NnErrorKind.INVALID_ARGUMENT,
-                f"{what}: {length} bytes at {pointer} are outside of the memory of {size} bytes",
-            )
-        return ctypes.addressof(self._memory.data_ptr(self._store).contents) + pointer
 
 
 class CoreModuleImports:
@@ -93,6 +101,9 @@ class CoreModuleImports:
         store: The guest's store.
         host: Its graphs and contexts.
         log: Receives errors and traced calls.
+
+    Attributes:
+        failure: What a host function raised, for which the guest was ended with a trap.
     """
 
     def __init__(self, store: Store, host: InferenceHost, log: GuestLog) -> None:
@@ -101,6 +112,8 @@ class CoreModuleImports:
         self._log = log
         self._memory: GuestMemory | None = None
         self._last_error = b""
+        self._callbacks: list[object] = []
+        self.failure: BaseException | None = None
 
     def define(self, linker: Linker) -> None:
         """Define all functions in a linker."""
@@ -123,15 +136,41 @@ class CoreModuleImports:
         self._define(linker, EXTENSION, "last_error", 3, self._write_last_error)
 
     def _define(self, linker: Linker, module: str, name: str, n_params: int, function: Callable[..., None]) -> None:
+        call = self._tracing(name, function)
+
+        def callback(_: object, caller: Any, values: Any, n_values: int) -> int:
+            del n_values
+            given = [values[index].i32 & _MASK for index in range(n_params)]
+            try:
+                if self._memory is None:
+                    self._memory = self._find_memory(Caller(caller))
+                if self._memory is not None:
+                    self._memory.refresh()
+                values[0].i32 = call(given)
+            except BaseException as error:  # noqa: BLE001 - it is raised where the guest was called
+                self.failure = error
+                return int(ctypes.cast(Trap("the host failed")._consume(), ctypes.c_void_p).value or 0)
+            return 0
+
+        native = bindings.wasmtime_func_unchecked_callback_t(callback)
+        self._callbacks.append(native)
+        kind = FuncType([ValType.i32()] * n_params, [ValType.i32()])
+        encoded = [ctypes.create_string_buffer(text.encode()) for text in (module, name)]
+        error = bindings.wasmtime_linker_define_func_unchecked(
+            linker.ptr(), encoded[0], len(module), encoded[1], len(name), kind.ptr(), native, None, _NO_FINALIZER
+        )
+        assert not error, "each name is defined once"
+
+    def _tracing(self, name: str, function: Callable[..., None]) -> Callable[[list[int]], int]:
+        """Return a function that returns the errno of a call, and notes and traces it."""
         log = self._log
 
-        def call(caller: Caller, *raw: int) -> int:
-            given = [argument & _MASK for argument in raw]
+        def call(given: list[int]) -> int:
             start = time.perf_counter() if log.traces else 0.0
             errno, message = SUCCESS, ""
             try:
                 if self._memory is None:
-                    self._memory = self._find_memory(caller)
+                    raise WasiNnError(NnErrorKind.MISSING_MEMORY, "the module exports no memory named memory")
                 function(*given)
             except WasiNnError as error:
                 errno, message = error.kind.errno, str(error)
@@ -145,18 +184,15 @@ class CoreModuleImports:
                 log.trace(f"{name}({arguments}) = {errno} in {took_ms:.3f} ms{message and f': {message}'}")
             return errno
 
-        kind = FuncType([ValType.i32()] * n_params, [ValType.i32()])
-        linker.define_func(module, name, kind, call, access_caller=True)
+        return call
 
-    def _find_memory(self, caller: Caller) -> GuestMemory:
+    def _find_memory(self, caller: Caller) -> GuestMemory | None:
         memory = caller.get("memory")
-        if not isinstance(memory, Memory):
-            raise WasiNnError(NnErrorKind.MISSING_MEMORY, "the module exports no memory named memory")
-        return GuestMemory(memory, self._store)
+        return GuestMemory(memory, self._store) if isinstance(memory, Memory) else None
 
     @property
     def memory(self) -> GuestMemory:
-        assert self._memory is not None, "each call finds it first"
+        assert self._memory is not None, "a call without it has failed before"
         return self._memory
 
     def _load(self, builders: int, n_builders: int, encoding: int, target: int, graph: int) -> None:

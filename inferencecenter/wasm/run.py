@@ -196,12 +196,17 @@ class GuestRun:
         linker.define_wasi()
         imports = CoreModuleImports(store, self._host, self._log)
         imports.define(linker)
-        exports = linker.instantiate(store, module).exports(store)
-        start, memory = exports.get("_start"), exports.get("memory")
-        if not isinstance(start, Func):
-            raise _invalid(self._name, "it exports no function _start; build it as a WASI command")
+        memory = None
         try:
+            exports = linker.instantiate(store, module).exports(store)
+            start, memory = exports.get("_start"), exports.get("memory")
+            if not isinstance(start, Func):
+                raise _invalid(self._name, "it exports no function _start; build it as a WASI command")
             start(store)
+        except Trap:
+            if imports.failure is not None:
+                raise imports.failure from None
+            raise
         finally:
             if isinstance(memory, Memory):
                 self._memory_used = memory.data_len(store)
