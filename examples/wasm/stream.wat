@@ -1,8 +1,6 @@
 ;; Writes an answer as it is generated.
 ;;
-;;   python -c 'import sys, wasmtime; sys.stdout.buffer.write(wasmtime.wat2wasm(sys.stdin.read()))' \
-;;       <stream.wat >stream.wasm
-;;   inferencecenter wasm run stream.wasm
+;;   inferencecenter wasm run stream.wat
 (module
   (import "wasi_ephemeral_nn" "load_by_name" (func $load_by_name (param i32 i32 i32) (result i32)))
   (import "wasi_ephemeral_nn" "init_execution_context" (func $init_execution_context (param i32 i32) (result i32)))

@@ -33,7 +33,7 @@ def _group() -> None:
 
 @app.command("run")
 def run(  # noqa: PLR0913 - one argument an option
-    guest: Annotated[Path, typer.Argument(metavar="GUEST.wasm", help="A core module or a component.")],
+    guest: Annotated[Path, typer.Argument(metavar="GUEST", help="A core module or a component, binary or text.")],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(

@@ -13,7 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from wasmtime import Config, Engine, ExitTrap, Func, Linker, Memory, Module, Store, Trap, WasiConfig, WasmtimeError
+from wasmtime import (
+    Config,
+    Engine,
+    ExitTrap,
+    Func,
+    Linker,
+    Memory,
+    Module,
+    Store,
+    Trap,
+    WasiConfig,
+    WasmtimeError,
+    wat2wasm,
+)
 from wasmtime import component as wasm_component
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -32,6 +45,7 @@ _MIB: Final = 1024 * 1024
 _TABLE_ELEMENTS: Final = 200_000
 _CACHED_BYTES: Final = _MIB
 """Size from which on wasmtime keeps the compiled guest in the user's cache: a runtime of Python takes half a minute."""
+_MAGIC: Final = b"\0asm"
 _COMPONENT_MAGIC: Final = b"\0asm\x0d\0\x01\0"
 _IMPORTS_HINT: Final = "docs/wasm.md lists the functions that a guest may import."
 _STOP_TIMEOUT_S: Final = 2.0
@@ -91,7 +105,7 @@ class GuestRun:
 
     Args:
         name: Name of the guest, its first argument.
-        guest: A core module or a component, in binary form.
+        guest: A core module or a component, in binary or text form.
         client: An open client, which runs in ``thread``.
         thread: The client's thread.
         options: What it is given.
@@ -118,6 +132,8 @@ class GuestRun:
         self._host = InferenceHost(
             client, thread, models=options.models, ttl_s=limits.timeout_s + _TTL_MARGIN_S, log=log
         )
+        if not guest.startswith(_MAGIC):
+            guest = _assembled(name, guest)
         self._is_component = guest.startswith(_COMPONENT_MAGIC)
         self._engine = Engine(_config(is_component=self._is_component, is_large=len(guest) >= _CACHED_BYTES))
         self._memory_used = 0
@@ -129,7 +145,7 @@ class GuestRun:
                 wasm_component.Component(self._engine, guest) if self._is_component else Module(self._engine, guest)
             )
         except WasmtimeError as error:
-            raise _invalid(name, str(error).strip().splitlines()[-1].strip()) from None
+            raise _invalid(name, _last_line(error)) from None
 
     def run(self) -> int:
         """Run the guest to its end and return its exit code.
@@ -237,7 +253,7 @@ class GuestRun:
     def _ended_by(self, error: Trap | WasmtimeError) -> InferenceCenterError:
         """Return why the guest ended, from wasmtime's report, whose last line has the cause."""
         report, limits = str(error), self._options.limits
-        cause = report.strip().splitlines()[-1].strip()
+        cause = _last_line(error)
         if "all fuel consumed" in cause:
             message = f"{self._name} used up its fuel of {limits.fuel}"
             return InferenceCenterError(ErrorCode.GUEST_OUT_OF_FUEL, message, hint="--fuel sets the limit.")
@@ -250,6 +266,17 @@ class GuestRun:
         if "import" in cause or "import" in report.partition("\n")[0]:
             return _invalid(self._name, report.partition("\n")[0], hint=_IMPORTS_HINT)
         return InferenceCenterError(ErrorCode.GUEST_TRAPPED, f"{self._name} failed: {cause}")
+
+
+def _assembled(name: str, text: bytes) -> bytes:
+    try:
+        return bytes(wat2wasm(text))
+    except WasmtimeError as error:
+        raise _invalid(name, str(error).partition("\n")[0]) from None
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].strip()
 
 
 def _config(*, is_component: bool, is_large: bool) -> Config:

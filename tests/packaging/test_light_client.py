@@ -120,6 +120,13 @@ def test_server_commands_name_the_extra(bin_dir: Path, command: tuple[str, ...])
     assert "Traceback" not in done.stderr
 
 
+def test_wasm_names_its_extra(bin_dir: Path) -> None:
+    """The host of guests is not in the wheel's dependencies."""
+    done = run(bin_dir, "inferencecenter", "wasm", "run", "guest.wasm")
+    assert done.returncode == 78
+    assert 'pip install "inferencecenter[wasm]"' in done.stderr
+
+
 def test_bench_names_its_location(bin_dir: Path) -> None:
     """It is not in the wheel, and any arguments give the message."""
     done = run(bin_dir, "inferencecenter", "bench", "throughput", "--clients", "4")
