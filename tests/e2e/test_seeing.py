@@ -14,17 +14,20 @@ from PIL import Image
 
 from inferencecenter.client import Client
 from inferencecenter.demo import demo_projector_path
-from tests.e2e.harness import connect_client, run_daemon, start_daemon
+from tests.e2e.harness import command_line, connect_client, run_daemon, start_daemon
 from tools.demo_model.pictures import draw_figure
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.e2e.harness import Daemon, SocketClient
+    from tests.e2e.harness import Daemon, Message, SocketClient
 
 QUESTION, RECALL = "What is in the picture?", "What was in the picture?"
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
+LONG = {"temperature": 0.0, "max_tokens": 120}
 SENTENCE = "A red circle."
+N_CTX = 256
 
 
 def picture(color: str, figure: str) -> bytes:
@@ -34,14 +37,16 @@ def picture(color: str, figure: str) -> bytes:
     return file.getvalue()
 
 
-async def ask(client: SocketClient, session: str, text: str, file: bytes | None = None) -> str:
+async def ask(
+    client: SocketClient, session: str, text: str, file: bytes | None = None, params: Mapping[str, float] = GREEDY
+) -> str:
     """A greedy turn's answer."""
     content: object = text
     if file is not None:
         data = base64.b64encode(file).decode()
         content = [{"type": "image", "data": data}, {"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]
-    await client.send(op="infer", session_id=session, messages=messages, params=GREEDY)
+    await client.send(op="infer", session_id=session, messages=messages, params=params)
     said = ""
     while (event := await client.receive())["op"] != "end":
         assert event["op"] != "error", event
@@ -100,3 +105,77 @@ async def test_picture_is_recalled_whatever_happens_meanwhile(tmp_path: Path, de
                 assert await ask(client, session, RECALL) == SENTENCE
         finally:
             assert second.stop() == 0
+
+
+async def kept(client: SocketClient, session: str) -> Message:
+    """The session's transcript, and what of it is in the context."""
+    return await client.ask(op="get_session", session_id=session)
+
+
+@pytest.mark.slow
+async def test_picture_stays_in_a_full_context_with_its_turn(tmp_path: Path) -> None:
+    """Older turns leave before it, while it is shown and while an answer grows; then it leaves with its own turn."""
+    settings = {"INFERENCECENTER_ENGINE__N_CTX": str(N_CTX), "INFERENCECENTER_ENGINE__SLOTS": "2"}
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        async with connect_client(daemon) as client:
+            filler = "Count from 1 to 5."
+            for room in (40, 110):
+                session = await client.create()
+                while (await kept(client, session))["n_tokens"] < N_CTX - room:
+                    await ask(client, session, filler)
+                assert await ask(client, session, QUESTION, picture("red", "circle")) == SENTENCE
+                shown_at = len((await kept(client, session))["transcript"]) - 2
+                assert ((await kept(client, session))["dropped_messages"] > 0) == (room == 40)
+            await ask(client, session, "Count from 1 to 30.", params=LONG)
+            assert 0 < (await kept(client, session))["dropped_messages"] <= shown_at
+            assert await recall(client, session) == SENTENCE
+            while (await kept(client, session))["dropped_messages"] <= shown_at:
+                await ask(client, session, filler)
+            transcript = await kept(client, session)
+            rest = transcript["transcript"][transcript["dropped_messages"] :]
+            assert "images" in transcript["transcript"][shown_at]
+            without = await client.create()
+            await client.ask(op="append", session_id=without, messages=rest)
+            answers = [await ask(client, each, RECALL) for each in (session, without)]
+            n_tokens = [(await kept(client, each))["n_tokens"] for each in (session, without)]
+    assert answers[0] == answers[1]
+    assert n_tokens[0] == n_tokens[1]
+
+
+@pytest.mark.slow
+async def test_picture_is_rewound_with_its_turn(tmp_path: Path) -> None:
+    """To before it and to after it; the KV of what is left is used again."""
+    with run_daemon(tmp_path / "state", None) as daemon:
+        async with connect_client(daemon) as client:
+            session = await client.create()
+            await ask(client, session, "What is the capital of France?")
+            assert await ask(client, session, QUESTION, picture("red", "circle")) == SENTENCE
+            first, shown = [turn["turn_id"] for turn in (await kept(client, session))["turns"]]
+            await ask(client, session, "Count from 1 to 5.")
+            await client.ask(op="rewind_session", session_id=session, turn=shown)
+            assert await ask(client, session, RECALL) == SENTENCE
+            assert [each for each in client.seen if each["op"] == "end"][-1]["usage"]["cached_tokens"] > 0
+            await client.ask(op="rewind_session", session_id=session, turn=first)
+            assert await ask(client, session, QUESTION, picture("blue", "square")) == "A blue square."
+            assert len((await kept(client, session))["transcript"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", [True, False])
+async def test_picture_of_a_session_out_of_memory_or_unstored(tmp_path: Path, *, store: bool) -> None:
+    """A stored session is archived and loaded with it; one that is not stored keeps it while it is open."""
+    with run_daemon(tmp_path / "state", None) as daemon:
+        if store:
+            command_line(daemon, "client", "limits", "admin", "max_sessions=2")
+        async with connect_client(daemon) as client:
+            session = await client.create(store=store)
+            assert await ask(client, session, QUESTION, picture("red", "circle")) == SENTENCE
+            digest = (await kept(client, session))["transcript"][0]["images"][0]["digest"]
+            for _ in range(3):
+                other = await client.create(store=store)
+                await ask(client, other, "Count from 1 to 5.")
+            assert await ask(client, session, RECALL) == SENTENCE
+            for each in (session, other):
+                await client.ask(op="close_session", session_id=each)
+            found = await client.ask(op="get_image", digest=digest)
+    assert found["op"] == ("image" if store else "error")
