@@ -34,6 +34,7 @@ _SHOWN_LINES: Final = 5
 _ADDRESS: Final = re.compile(rb"^\W*Address +http(://\S+)/")
 _OF_ENGINES: Final = b'"engine_'
 _GPU_PREFIX: Final = f"{ENV_PREFIX}GPU__"
+_REPLICATED: Final = "replicated"
 MODEL_NAMES: Final = ("first", "second")
 """Names of the models of a daemon with two; the first is its default."""
 _MANY: Final = "100000"
@@ -48,7 +49,7 @@ class DaemonSettings:
     ``store`` tells whether conversations are stored. ``loses_engines`` is set where the scenario kills engines.
     ``echo_delay_ms`` is the duration of a decode of the echo backend. ``lookup`` enables prompt lookup, ``draft`` names
     a draft model and ``mmproj`` a projector. The script backend answers by the rules of ``script``. With ``two_models``
-    the file is there twice, under ``MODEL_NAMES``.
+    the file is there twice, under ``MODEL_NAMES``. The model has ``replicas`` engines.
     """
 
     backend: Literal["llama", "echo", "script"]
@@ -64,6 +65,7 @@ class DaemonSettings:
     mmproj: Path | None = None
     two_models: bool = False
     script: Path | None = None
+    replicas: int = 1
 
     def environment(self, state_dir: Path) -> dict[str, str]:
         """Return the environment of the daemon's process: these settings, and of inherited ones those of its GPUs."""
@@ -96,6 +98,10 @@ class DaemonSettings:
             first, second = MODEL_NAMES
             entry = {second: {"path": str(self.model or "echo")}}
             settings |= {"MODEL__NAME": first, "MODELS": orjson.dumps(entry).decode()}
+        if self.replicas > 1:
+            settings.pop("MODEL__PATH", None)
+            replicated: dict[str, object] = {"path": str(self.model or "echo"), "replicas": self.replicas}
+            settings |= {"MODEL__NAME": _REPLICATED, "MODELS": orjson.dumps({_REPLICATED: replicated}).decode()}
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -240,7 +246,7 @@ class Launch:
             InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it does not become ready.
         """
         spec = await self.listening()
-        await self.output.wait_for(lambda: self.output.readiness is not None)
+        await self.output.wait_for(lambda: len(self.output.engines) >= self._settings.replicas)
         assert self.output.readiness is not None, "it was waited for"
         return RunningDaemon(
             self._process.pid,

@@ -180,6 +180,12 @@ async def test_peer_with_other_slots_has_no_ratio(daemon: RunningDaemon) -> None
             Options(backend="echo", sessions=5, slots=2, prompt_tokens=(50,), max_tokens=2, repeat=1),
             "TTFT later turns p50",
         ),
+        pytest.param(
+            "replicas",
+            Options(clients=(2,), count=2, prompt_tokens=(20,), max_tokens=4, repeat=1),
+            "returning turns that find their KV",
+            marks=pytest.mark.slow,
+        ),
         (
             "sparse",
             Options(backend="echo", sessions=4, clients=(2,), count=2, prompt_tokens=(30, 60), max_tokens=8, repeat=1),
@@ -258,6 +264,7 @@ async def test_every_scenario_runs(name: str, given: Options, metric: str) -> No
     [
         ("returning", Options(sessions=4, slots=4), "--sessions: 4 sessions do not lose their slots"),
         ("returning", Options(count=1), "--count: a client returns only"),
+        ("replicas", Options(count=1), "--count: a client returns only"),
         ("sparse", Options(sessions=6, clients=(2,), slots=4), "--sessions: 6 sessions have no slot each"),
         ("sparse", Options(sessions=4, clients=(5,)), "--clients: 5 of 4 sessions cannot be active"),
         ("parking", Options(clients=(4,), slots=4), "--clients: 4 turns are no whole number of groups of 4"),

@@ -28,6 +28,7 @@ from benchmarks.scenarios import (
     interference,
     overload,
     parking,
+    replicas,
     restart,
     returning,
     shared_prefix,
@@ -164,6 +165,21 @@ def test_returning_separates_first_and_later_turns() -> None:
     assert found.later_ttft_ms == (500, 250, 750, 1000)
     assert found.read_each_later_tokens == 65
     assert values(found)["TTFT later turns p50"] == 500
+
+
+def test_replicas_count_returning_turns() -> None:
+    """Rounds of 2 s and 3 s generate 10 tokens; three of four turns found more than half of their prompts."""
+    rounds = (Round(100, 2),) * 3
+    one = [turn(0, 9), turn(10, 11, 12, cached=70), turn(20, 21, 22, 23, cached=51)]
+    other = [turn(0, 9), turn(10, 11, 12, cached=50), turn(20, 21, 22, 23, cached=99)]
+    found = replicas.read(measured(one, other).answer, rounds)
+
+    assert (found.tok_s, found.found_kv) == (2.0, 0.75)
+    assert found.ttft_ms == (1000,) * 4
+    assert "relative to one replica" not in values(found)
+    assert values(replace(found, alone_tok_s=0.5))["relative to one replica"] == 4
+    unknown = replicas.read(measured([turn(0, 1), turn(1, 2)]).answer, rounds[:2])
+    assert unknown.found_kv is None
 
 
 def test_sparse_counts_common_decode_time() -> None:

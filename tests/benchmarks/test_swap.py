@@ -70,6 +70,17 @@ def test_two_model_daemon_has_the_file_twice() -> None:
     assert "INFERENCECENTER_MODELS" not in replace(settings, two_models=False).environment(Path("state"))
 
 
+def test_daemon_with_replicas() -> None:
+    """Its model is an entry, with or without a file."""
+    settings = DaemonSettings(backend="llama", model=Path("a.gguf"), slots=1, n_ctx=256, threads=1, replicas=3)
+    environment = settings.environment(Path("state"))
+    assert json.loads(environment["INFERENCECENTER_MODELS"]) == {"replicated": {"path": "a.gguf", "replicas": 3}}
+    assert environment["INFERENCECENTER_MODEL__NAME"] == "replicated"
+    assert "INFERENCECENTER_MODEL__PATH" not in environment
+    echo = replace(settings, backend="echo", model=None).environment(Path("state"))
+    assert json.loads(echo["INFERENCECENTER_MODELS"])["replicated"]["path"] == "echo"
+
+
 def test_measured_daemon_inherits_only_the_settings_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices and RPC servers belong to the machine; other settings would change what is measured."""
     monkeypatch.setenv("INFERENCECENTER_GPU__RPC_SERVERS", '["10.0.0.7:50052"]')
