@@ -15,6 +15,7 @@ from inferencecenter.cli.output import stdout
 from inferencecenter.cli.reach import admin_token_file, on_this_machine
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.settings import ServerSettings
+from inferencecenter.ipc.engine_child import import_ahead
 from inferencecenter.telemetry import logs
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def serve(  # noqa: PLR0913 - one argument an option
     )
     settings = load_settings(config, overrides)
     logs.apply(settings.log)
+    if settings.engine.backend == "llama":
+        import_ahead()
     from inferencecenter import daemon  # noqa: PLC0415 - the other commands start faster without the server's imports
 
     status = daemon.serve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -49,7 +50,9 @@ def main() -> int:
     _die_with_parent()
     _prefer_for_oom_kill()
     try:
-        heartbeat_fd, *_ = receive_descriptors(connection)  # the others stay open for the front
+        heartbeat_fd, *_ = receive_descriptors(
+            connection, on_import=_import_llama
+        )  # the others stay open for the front
     except ConnectionError:
         return os.EX_OK
     pipe = BlockingChannel(connection)
@@ -159,6 +162,15 @@ def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -
     if options.kind == "chat":
         return LlamaBackend.load(options, on_progress=progressed, on_log=logged)
     return LlamaEmbedder.load(options, on_progress=progressed, on_log=logged, on_tick=heartbeat.tick)
+
+
+def _import_llama() -> None:
+    """Import the llama backend ahead of its options. What fails now fails again, and is reported, when it is loaded.
+
+    No device is touched, so the daemon plans with the memory that is free without this process.
+    """
+    with contextlib.suppress(ImportError, OSError, RuntimeError, AttributeError):
+        importlib.import_module("inferencecenter.engine.llama.backend")
 
 
 def _die_with_parent() -> None:

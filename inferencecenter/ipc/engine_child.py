@@ -1,8 +1,9 @@
 """Spawns the interpreter of an engine; the first engine's is spawned in advance.
 
 The imports of an engine and of the daemon each take a large part of a second and are independent. So ``serve`` spawns
-an interpreter before it imports the daemon (``prespawned``), and the first engine uses it (``take``). What only the
-daemon can provide is sent over the socket afterwards: descriptors (``send_descriptors``), then ``Configure``.
+an interpreter before it imports the daemon (``prespawned``), and the first engine uses it (``take``). Once the settings
+are read, it imports what their backend needs (``import_ahead``). What only the daemon can provide is sent over the
+socket afterwards: descriptors (``send_descriptors``), then ``Configure``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 MODULE: Final = "inferencecenter.engine"
 _MAX_DESCRIPTORS: Final = 8
+_DESCRIPTORS: Final = b"\0"
+_IMPORT: Final = b"\1"
 # How often llama.cpp's threads poll a barrier before they sleep (docs/decisions/0005-spinning-threads.md).
 _SPIN_COUNT: Final = "5000"
 
@@ -77,6 +80,13 @@ def prespawned() -> Iterator[None]:
             _prespawned.pop().discard()
 
 
+def import_ahead() -> None:
+    """Have the prespawned interpreter, if there is one, import the llama backend while the daemon is imported."""
+    for child in _prespawned:
+        with suppress(OSError):  # it has ended, which ``take`` finds
+            child.socket.send(_IMPORT)
+
+
 def take() -> EngineChild:
     """Return the prespawned interpreter, or a new one.
 
@@ -93,16 +103,19 @@ def take() -> EngineChild:
 
 def send_descriptors(sock: socket.socket, fds: Sequence[int]) -> None:
     """Send the engine the descriptor of its heartbeat page and those that it keeps open."""
-    socket.send_fds(sock, [b"\0"], fds)
+    socket.send_fds(sock, [_DESCRIPTORS], fds)
 
 
-def receive_descriptors(sock: socket.socket) -> list[int]:
-    """Wait for the descriptors.
+def receive_descriptors(sock: socket.socket, *, on_import: Callable[[], None] = lambda: None) -> list[int]:
+    """Wait for the descriptors; call ``on_import`` if ``import_ahead`` was called before.
 
     Raises:
         ConnectionError: The daemon has closed its end.
     """
-    data, fds, _, _ = socket.recv_fds(sock, 1, _MAX_DESCRIPTORS)
-    if not data:
-        raise ConnectionError("the daemon has ended")
-    return fds
+    while True:
+        data, fds, _, _ = socket.recv_fds(sock, 1, _MAX_DESCRIPTORS)
+        if not data:
+            raise ConnectionError("the daemon has ended")
+        if data == _DESCRIPTORS:
+            return fds
+        on_import()

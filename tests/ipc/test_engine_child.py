@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from inferencecenter.ipc import engine_child
-from inferencecenter.ipc.engine_child import EngineChild, prespawned, receive_descriptors, send_descriptors, take
+from inferencecenter.ipc.engine_child import (
+    EngineChild,
+    import_ahead,
+    prespawned,
+    receive_descriptors,
+    send_descriptors,
+    take,
+)
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import FromEngine, Ready
 from inferencecenter.supervisor.process import EngineExit, EngineProcess
@@ -25,7 +32,7 @@ def test_descriptors_are_copied_to_the_other_process() -> None:
     with theirs:
         with ours:
             send_descriptors(ours, (reading, writing))
-            copies = receive_descriptors(theirs)
+            copies = receive_descriptors(theirs, on_import=pytest.fail)
             assert len(copies) == 2
             assert not {reading, writing} & set(copies)
             os.write(copies[1], b"x")
@@ -87,6 +94,21 @@ async def test_prespawned_engine_serves() -> None:
         assert await process.gone() == EngineExit("the engine ended with status 0")
     assert os.read(reading, 1) == b""
     os.close(reading)
+
+
+def test_prespawned_engine_imports_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries are mapped before there are options; a process that has ended gets no request."""
+    monkeypatch.setattr(prefork, "_PACKAGES", ())  # a fork's template may have mapped them
+    with prespawned():
+        (child,) = engine_child._prespawned
+        import_ahead()
+        maps = Path(f"/proc/{child.process.pid}/maps")
+        while "libllama" not in maps.read_text():
+            assert child.process.poll() is None
+            time.sleep(0.01)
+        child.process.kill()
+        child.process.wait()
+        import_ahead()
 
 
 def test_failed_process_start_closes_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
