@@ -33,13 +33,16 @@ INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-extra test-clients test-all lint docs site clean wheels install install-files uninstall libraries
+.PHONY: help run nn test test-slow test-extra test-clients test-all lint docs site clean wheels install install-files uninstall libraries
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed $(LIBRARIES) ## Install and start the daemon: MODEL=file.gguf PORT=3000 CONFIG=file.toml CUDA=1 VULKAN=1
 	@exec $(BIN)/inferencecenter serve $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
+
+nn: ## Build the C library in build/nn
+	@$(MAKE) -C clients/c OUT='$(abspath build/nn)'
 
 test: $(VENV)/.installed-dev $(LIBRARIES) ## Run the fast tests, a few minutes
 	$(BIN)/pytest

@@ -42,7 +42,7 @@ def blocks_of(*languages: str) -> list[Block]:
 
 def test_block_languages_are_known() -> None:
     """Each kind of block is executed, checked here, or a drawing."""
-    known = {"", "sh", "python", "toml", "json", "jsonl", "js", "html", "mermaid", "nginx"}
+    known = {"", "sh", "python", "toml", "json", "jsonl", "js", "html", "mermaid", "nginx", "c"}
     assert [str(block) for page in PAGES for block in page.blocks if block.language not in known] == []
 
 

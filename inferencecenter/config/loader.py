@@ -34,6 +34,7 @@ OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
     ENV_CONFIG: "The configuration file, when `--config` is not given.",
     "INFERENCECENTER_URL": "URL of the daemon that `inferencecenter chat` and `stats` connect to.",
     "INFERENCECENTER_TOKEN": "Token that `inferencecenter chat` and `stats` authenticate with.",
+    "INFERENCECENTER_SOCKET": "Unix socket of the daemon that programs on the C library connect to.",
     "INFERENCECENTER_TEST_MODEL": "Model file for the tests, instead of the bundled one.",
     "INFERENCECENTER_TEST_NEWEST_CLIENTS": "With any value the tests install the newest version of each client.",
     "INFERENCECENTER_TEST_LARGE_CLIENTS": "With any value the tests also install clients of several GB: Open WebUI.",

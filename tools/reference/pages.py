@@ -14,6 +14,7 @@ from tools.reference import (
     errors,
     fields,
     metrics,
+    nn_keys,
     openapi,
     protocol,
     states,
@@ -35,6 +36,7 @@ _GENERATORS: Final[Mapping[str, Callable[[], str]]] = {
     "docs/states.md": states.page,
     "docs/metrics.md": metrics.page,
     "config/inferencecenter.toml": config_reference.default_toml,
+    "clients/c/src/config_keys.inc": nn_keys.table,
     "inferencecenter/web/js/wire/types.d.ts": wire_types.module,
     "inferencecenter/web/js/wire/params.js": wire_params.module,
 }
