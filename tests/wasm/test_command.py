@@ -125,20 +125,73 @@ def test_stream_in_wat(start: Callable[..., subprocess.Popen[str]]) -> None:
     assert len(output.strip()) > 10
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # a minute to make and as long to compile, on a quiet machine
-def test_component_in_python(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    """The sample is made into a component, and remembers; a wrong model is an error with our message."""
+_PROBE = """
+import os
+import socket
+import sys
+
+import app
+from wit_world import exports
+
+
+def outcome(attempt):
+    try:
+        return repr(attempt())
+    except OSError as error:
+        return type(error).__name__
+
+
+class Run(exports.Run):
+    def run(self) -> None:
+        if sys.argv[1:] != ["probe"]:
+            app.Run().run()
+            return
+        address = ("127.0.0.1", int(sys.stdin.readline()))
+        print(dict(os.environ))
+        print(outcome(lambda: os.listdir("/")))
+        print(outcome(lambda: open("/etc/passwd")))
+        print(outcome(lambda: socket.socket().connect(address)))
+        print(outcome(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(address)))
+        print(outcome(lambda: socket.socket().bind(("127.0.0.1", 0))))
+"""
+
+
+@pytest.fixture(scope="module")
+def component(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample in Python as a component; with the argument `probe` it tries what it may not do."""
     program = Path(sys.executable).with_name("componentize-py")
     if not program.exists():
         pytest.skip("componentize-py is not installed")
-    shutil.copytree(EXAMPLES / "component", tmp_path / "component")
-    file = tmp_path / "chat.wasm"
-    options = ["--wit-path", "wit", "--world", "command", "componentize", "app", "--output", str(file)]
-    subprocess.run([program, *options], cwd=tmp_path / "component", check=True, capture_output=True)
-    output, errors = start(file).communicate(TALK, timeout=400)
+    folder = tmp_path_factory.mktemp("component") / "source"
+    shutil.copytree(EXAMPLES / "component", folder)
+    (folder / "probe.py").write_text(_PROBE, encoding="utf-8")
+    options = ["--wit-path", "wit", "--world", "command", "componentize", "probe", "--output", "chat.wasm"]
+    subprocess.run([program, *options], cwd=folder, check=True, capture_output=True)
+    return folder / "chat.wasm"
+
+
+# A minute to make the component and as long to compile it, once, on a quiet machine.
+_TAKES_MINUTES = pytest.mark.timeout(900)
+
+
+@pytest.mark.slow
+@_TAKES_MINUTES
+def test_component_in_python(start: Callable[..., subprocess.Popen[str]], component: Path) -> None:
+    """The sample remembers; a wrong model is an error with our message."""
+    output, errors = start(component).communicate(TALK, timeout=400)
     assert errors == ""
     assert "Ada" in output.splitlines()[1]
-    process = start(file, "--model", "other=demo")
+    process = start(component, "--model", "other=demo")
     assert "NOT_FOUND the guest may load other" in process.communicate("", timeout=400)[1]
     assert process.returncode == 1
+
+
+@pytest.mark.slow
+@_TAKES_MINUTES
+def test_component_reaches_nothing_else(
+    start: Callable[..., subprocess.Popen[str]], component: Path, daemon: Daemon
+) -> None:
+    """It has no environment, no files and no network."""
+    output, errors = start(component, "probe").communicate(f"{daemon.port}\n", timeout=400)
+    assert errors == ""
+    assert output.splitlines() == ["{}", *["FileNotFoundError"] * 2, *["PermissionError"] * 3]
