@@ -2,7 +2,8 @@
 
 A turn waits for a slot, and then prefills what its replica does not hold in KV. The replica that ran the session's last
 turn has to prefill only the new message, so the turn goes there unless its wait exceeds the wait elsewhere by more than
-the time to prefill the history again. A turn without KV goes where the wait is shortest, then where the smallest share
+``PREFILL_WEIGHT`` times the time to prefill the history again: that prefill also delays the turns beside it and behind
+it, and each move costs such a prefill. A turn without KV goes where the wait is shortest, then where the smallest share
 of the slots is taken, then to the replica that is preferred otherwise, then to the first.
 
 The wait is what the turns ahead hold their slots for: their number, times the mean time that a turn holds one, divided
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import StepOutput
 
+PREFILL_WEIGHT: Final = 3.0
+"""Seconds of waiting that a turn accepts for each second of prefill; see decision 43."""
 ASSUMED_HELD_S: Final = 5.0
 """How long a turn holds its slot, before one was measured."""
 ASSUMED_PREFILL_TOKEN_S: Final = 0.001
@@ -63,9 +66,10 @@ def choose_replica(
         return load.wait_s, load.turns / load.slots, index != preferred, index
 
     best = min(range(len(loads)), key=cost)
-    if holder is not None and loads[holder].wait_s <= loads[best].wait_s + n_tokens * loads[best].prefill_token_s:
-        return holder
-    return best
+    if holder is None:
+        return best
+    prefill_s = n_tokens * loads[best].prefill_token_s
+    return holder if loads[holder].wait_s <= loads[best].wait_s + PREFILL_WEIGHT * prefill_s else best
 
 
 _NEWEST: Final = 0.2

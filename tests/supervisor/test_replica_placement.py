@@ -32,10 +32,11 @@ def test_session_returns_to_its_kv_while_slots_are_free() -> None:
     assert choose_replica([load(0), load(3)], holder=1, n_tokens=1) == 1
 
 
-@pytest.mark.parametrize(("n_tokens", "chosen"), [(10_000, 1), (9_999, 0), (0, 0)])
+@pytest.mark.parametrize(("n_tokens", "chosen"), [(3001, 1), (2999, 0), (0, 0)])
 def test_session_moves_where_it_runs_sooner(n_tokens: int, chosen: int) -> None:
-    """Four turns ahead of it take 10 s at its KV; as long takes the prefill of 10,000 tokens elsewhere."""
-    assert choose_replica([load(0), load(7)], holder=1, n_tokens=n_tokens) == chosen
+    """Four turns ahead of it take 10 s at its KV, 9 s more than a wait of 1 s and prefill of 3 s that counts thrice."""
+    loads = [load(4, held_s=4.0), load(7)]
+    assert choose_replica(loads, holder=1, n_tokens=n_tokens) == chosen
 
 
 def test_prefill_takes_as_long_as_on_the_other_replica() -> None:

@@ -276,7 +276,8 @@ async def test_replica_that_cannot_be_loaded_leaves_its_turns_to_the_others(
         await end_of(turn)
     assert (found.set.status.serves, found.set.given_up, found.set.load_failure) == (True, False, None)
     await end_of(found.submit("last", "count 3"))
-    found.set.revive()  # the file is there now, so it loads
+    (tmp_path / "1").touch()  # now it loads
+    found.set.revive()
     await found.until(lambda: found.states[1] is EngineState.READY)
     found.kill(1)
     await found.until(lambda: found.states[1] is EngineState.FAILED)
