@@ -218,7 +218,7 @@ async def test_moved_turn_can_be_aborted(pair: SetHarness) -> None:
 
 async def test_queue_limit_is_that_of_all_replicas(make_set: Callable[..., SetHarness]) -> None:
     """Turns of a lost replica are taken in addition."""
-    found = make_set(options={"max_queue": 1})
+    found = make_set(options={"max_queue": 1, "restart_backoff_min_s": 3600.0, "restart_backoff_max_s": 3600.0})
     found.set.start()
     await found.ready()
     turns = [found.submit(f"t{number}") for number in range(2 * SLOTS + 1)]
@@ -302,11 +302,10 @@ async def test_turns_of_an_earlier_daemon_spread_at_the_start(make_set: Callable
 
 
 async def test_sleeping_replica_wakes_for_its_turns_only(make_set: Callable[..., SetHarness]) -> None:
-    """Each sleeps by itself; an explicit load wakes all, and an eviction ends all."""
-    found = make_set(options={"sleep_after_s": 0.05})
-    found.set.start()
-    await found.ready()
-    await found.until(lambda: found.states == (EngineState.ASLEEP,) * 2)
+    """An explicit load wakes all, and an eviction ends all."""
+    found = make_set()
+    found.set.start(asleep=True)
+    assert found.states == (EngineState.ASLEEP,) * 2
     assert found.set.status.serves
     assert not found.set.wanted
     turn = found.submit("a")
