@@ -40,7 +40,7 @@ from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.mcp.gateway import McpGateway
 from inferencecenter.models.library import ModelLibrary
-from inferencecenter.models.registry import configured_files, read_registry
+from inferencecenter.models.registry import LOCAL_NODE, configured_files, read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
 from inferencecenter.reload import ConfigReloader
@@ -70,7 +70,7 @@ from inferencecenter.supervisor.engine_options import (
 )
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
-from inferencecenter.supervisor.planning import Planner, ReplicaShare
+from inferencecenter.supervisor.planning import Planner, RemotePlanner, ReplicaShare
 from inferencecenter.supervisor.poison_turns import CrashLimit, PoisonTurnStore
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S, LocalLauncher
 from inferencecenter.supervisor.replica_placement import ReplicaRates
@@ -85,10 +85,11 @@ from inferencecenter.telemetry.traces import open_traces
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from inferencecenter.auth.authentication import ExternalAuthProvider
+    from inferencecenter.cluster.engine_cluster import EngineCluster
     from inferencecenter.config.sections import McpServerSettings
     from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.messages import StepOutput
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.supervisor.model_manager import ModelEngine
     from inferencecenter.supervisor.poison_turns import Suspicion
+    from inferencecenter.supervisor.process import EngineLauncher
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.metrics import McpMetrics
     from inferencecenter.telemetry.otlp import Traces
@@ -232,6 +234,27 @@ def external_auth(settings: Settings) -> ExternalAuthProvider | None:
     return ExternalAuth(settings.external_auth, defaults=settings.auth, clock=time.monotonic)
 
 
+def engine_cluster(settings: Settings) -> EngineCluster | None:
+    """Return the cluster, if one is configured.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` if its packages are not installed or its files cannot be used.
+    """
+    if settings.cluster.address is None:
+        return None
+    missing = [name for name in ("ray", "cryptography") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            f"engines on other machines need the package {missing[0]}",
+            field="cluster.address",
+            hint="pip install 'inferencecenter[cluster]'",
+        )
+    from inferencecenter.cluster.engine_cluster import EngineCluster  # noqa: PLC0415 - needs them
+
+    return EngineCluster(settings.cluster, settings.state_dir)
+
+
 def _check_mcp_client(settings: Settings) -> None:
     """Refuse MCP servers if their client is not installed.
 
@@ -325,6 +348,7 @@ class _Prepared:
     ollama: list[socket.socket]
     certificate: Certificate | None
     traces: Traces | None
+    cluster: EngineCluster | None
     reload_settings: Callable[[], Settings]
     templates: TemplateProcessPool = field(default_factory=TemplateProcessPool)
 
@@ -393,6 +417,7 @@ def serve(
             ollama=ollama,
             certificate=certificate,
             traces=traces,
+            cluster=engine_cluster(settings),
             reload_settings=reload_settings,
         )
         announcement = Announcement(
@@ -445,6 +470,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         metrics=metrics.engines,
         live_sessions=live_sessions,
         pixels=prepared.images.pixels,
+        cluster=prepared.cluster,
     )
     supervisor, gpu = models.engine(models.default), Gpu()
     memory = MemoryPressureMonitor(
@@ -556,8 +582,8 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
             models.subscribe_models(lambda _name, status: memory.engine_changed(status))
         running.push_async_callback(memory.close)
         prepared.templates.start_spare()
-        models.start(after_crash=store is not None and not store.was_clean)
-        running.push_async_callback(models.stop)
+        was_clean = store is None or store.was_clean
+        await running.enter_async_context(_running(models, prepared.cluster, after_crash=not was_clean))
         await running.enter_async_context(monitor)
         on_listening()
         await _listen(listener, prepared.sockets)
@@ -694,13 +720,14 @@ def _exclusive_state_dir(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def make_models(
+def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
     settings: Settings,
     registry: Registry,
     *,
     metrics: EngineMetrics,
     live_sessions: Callable[[], Collection[str]],
     pixels: Callable[[str], Awaitable[bytes | None]] | None = None,
+    cluster: EngineCluster | None = None,
 ) -> ModelManager:
     """Return the models, none of them loaded yet, and delete the parked KV of models that no longer exist.
 
@@ -710,6 +737,7 @@ def make_models(
         metrics: Where steps are recorded.
         live_sessions: Returns the sessions whose KV a new engine keeps.
         pixels: Returns the pixels of an image by its digest.
+        cluster: Engines on other machines.
     """
     remove_stale_caches(settings.kv, settings.state_dir, registry.models.values())
     suspicion_file = PoisonTurnStore(settings.state_dir / _SUSPECTS_FILE)
@@ -737,7 +765,12 @@ def make_models(
         admit: Callable[[Supervisor], Awaitable[bool]],
         ends_with_it: Callable[[Supervisor], bool],
     ) -> Replica:
+        launcher: EngineLauncher = LocalLauncher(settings.state_dir / f"engine-{replica_key(spec, index)}.lock")
         planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
+        if spec.nodes[index] != LOCAL_NODE:
+            assert cluster is not None, "the registry refuses nodes without a cluster"
+            launcher = cluster.launcher(spec, index)
+            planner = RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
         if first is None:
             # A wrong GPU setting is to end the daemon, so the first model is planned now; others when they are loaded.
@@ -754,7 +787,7 @@ def make_models(
             crash_limit=crash_limit,
             suspicion_file=suspicion_file,
             suspicions=suspicions,
-            launcher=LocalLauncher(settings.state_dir / f"engine-{replica_key(spec, index)}.lock"),
+            launcher=launcher,
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
@@ -771,12 +804,11 @@ def make_models(
         replicas: list[Replica] = []
         suspicions: dict[str, Suspicion] = {}
         for index in range(spec.replicas):
-            share = ReplicaShare(index, spec.replicas, siblings=partial(loaded_siblings, replicas, index))
             replicas.append(
                 make_replica(
                     spec,
                     index,
-                    share=share,
+                    share=_local_share(spec, index, replicas),
                     suspicions=suspicions,
                     rates=ReplicaRates(),
                     admit=admit_replica,
@@ -794,6 +826,25 @@ def make_models(
     )
     first = models.engine(registry.default)
     return models
+
+
+@contextlib.asynccontextmanager
+async def _running(models: ModelManager, cluster: EngineCluster | None, *, after_crash: bool) -> AsyncIterator[None]:
+    """Run the engines; ``after_crash`` of an earlier daemon."""
+    async with cluster or contextlib.nullcontext():
+        models.start(after_crash=after_crash)
+        try:
+            yield
+        finally:
+            await models.stop()
+
+
+def _local_share(spec: ModelSpec, index: int, replicas: Sequence[Replica]) -> ReplicaShare | None:
+    """Return a replica's part of this machine; ``None`` if it is the only one here."""
+    local = [each for each, node in enumerate(spec.nodes) if node == LOCAL_NODE]
+    if len(local) < 2 or index not in local:
+        return None
+    return ReplicaShare(local.index(index), len(local), siblings=partial(loaded_siblings, replicas, index))
 
 
 def _measure_step(meter: StepMeter, rates: ReplicaRates, step: StepOutput) -> None:

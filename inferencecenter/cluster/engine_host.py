@@ -1,7 +1,7 @@
 """The host of an engine: the process beside it that connects it to a front on another machine.
 
-``python -m inferencecenter.cluster.engine_host`` reads a ``LinkTicket`` as a line of JSON from standard input, and ends
-when that is closed, when its engine ends, when the front refuses it, or after ``orphan_s`` without a connection.
+``python -m inferencecenter.cluster.engine_host`` reads a ``LinkTicket`` as a line of JSON from standard input. It ends
+with its parent, when its engine ends, when the front refuses it, or after ``orphan_s`` without a connection.
 
 The engine is a child as on the front's own machine: with a socket pair, a heartbeat page and a lock. The host passes
 its messages on, reads the page after its death, and keeps it while there is no connection. Then what the engine sends
@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -24,9 +23,11 @@ import uvloop
 
 from inferencecenter import __version__
 from inferencecenter.cluster.certificates import FRONT_NAME, client_context
-from inferencecenter.core.errors import reason_of
+from inferencecenter.cluster.node import Node
+from inferencecenter.core.errors import InferenceCenterError, reason_of
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.channel import Channel
+from inferencecenter.ipc.engine_child import die_with_parent
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import MAX_FRAME_BYTES
 from inferencecenter.ipc.link import (
@@ -43,7 +44,7 @@ from inferencecenter.ipc.link import (
     StartEngine,
     to_host_decoder,
 )
-from inferencecenter.ipc.messages import Configure, Reattach, Suspended
+from inferencecenter.ipc.messages import Configure, LoadFailed, Reattach, Suspended
 from inferencecenter.supervisor.process import EngineLockError, LocalLauncher
 
 if TYPE_CHECKING:
@@ -124,22 +125,15 @@ class EngineHost:
 
     Args:
         ticket: From the front.
-        place: Completes the front's options for this machine: paths, devices, memory.
-        lock_path: See ``LocalLauncher``.
+        node: This machine.
     """
 
-    def __init__(
-        self,
-        ticket: LinkTicket,
-        *,
-        place: Callable[[EngineOptions], EngineOptions] = lambda options: options,
-        lock_path: Path | None = None,
-    ) -> None:
+    def __init__(self, ticket: LinkTicket, node: Node) -> None:
         self._ticket = ticket
         self._key = ticket.key
-        self._place = place
-        self._launcher = LocalLauncher(lock_path)
-        self._options: EngineOptions | None = None
+        self._node = node
+        self._launcher = LocalLauncher(node.lock_path(ticket.engine))
+        self._order: StartEngine | None = None
         self._engine: EngineProcess | None = None
         self._link: FrontLink | None = None
         self._is_over = asyncio.Event()
@@ -212,8 +206,8 @@ class EngineHost:
             case HostRefused(reason=reason):
                 _log.warning("host_refused", engine=self._ticket.engine, reason=reason)
                 self.stop()
-            case StartEngine(options_json=options_json):
-                self._start(EngineOptions.model_validate_json(options_json))
+            case StartEngine():
+                self._start(message)
             case EndEngine(kill=kill) if self._engine is not None:
                 if kill:
                     self._engine.kill()
@@ -228,25 +222,29 @@ class EngineHost:
                 if not self._engine.channel.has_room and self._link is not None:
                     self._link.channel.pause_reading()
 
-    def _start(self, options: EngineOptions) -> None:
+    def _start(self, order: StartEngine) -> None:
         if self._engine is None:
-            self._tasks.spawn(self._run_engine(options), name="engine")
-        elif self._options is not None and _is_same(options, self._options):
+            self._tasks.spawn(self._run_engine(order), name="engine")
+        elif self._order is not None and _is_same(order, self._order):
             self._send(HostedEngineStarted(self._engine.pid))
             self._engine.channel.send(Reattach())
         else:
             self._engine.kill(because="the front wants another engine")
 
-    async def _run_engine(self, options: EngineOptions) -> None:
-        self._options = options
+    async def _run_engine(self, order: StartEngine) -> None:
+        self._order = order
         try:
-            placed = await asyncio.to_thread(self._place, options)
+            options = await asyncio.to_thread(self._node.complete, order)
             engine = await self._launcher.launch(
-                placed,
+                options,
                 is_first=options.kv_adopt == "durable",
                 on_message=self._on_engine_message,
                 on_drain=self._resume_front,
             )
+        except InferenceCenterError as error:
+            self._send(LoadFailed(error.code.value, error.message, error.hint or ""))
+            self._report(HostedEngineEnded(detail=error.message, by_itself=False))
+            return
         except (OSError, EngineLockError) as error:
             self._report(HostedEngineEnded(detail=f"the engine cannot be started: {error}"))
             return
@@ -298,26 +296,31 @@ class EngineHost:
             self._link.channel.resume_reading()
 
 
-def _is_same(options: EngineOptions, running: EngineOptions) -> bool:
-    """Return whether an engine with one configuration serves for the other: all but what KV it adopts at its start."""
-    return options.replace(kv_adopt="none") == running.replace(kv_adopt="none")
+def _is_same(order: StartEngine, running: StartEngine) -> bool:
+    """Return whether the engine of one order serves for the other: all but what KV it adopts at its start is equal."""
+
+    def options(each: StartEngine) -> EngineOptions:
+        return EngineOptions.model_validate_json(each.options_json).replace(kv_adopt="none")
+
+    return options(order) == options(running) and (order.engine_json, order.files) == (
+        running.engine_json,
+        running.files,
+    )
 
 
-async def _run(ticket: LinkTicket, lock_path: Path | None) -> None:
-    host = EngineHost(ticket, lock_path=lock_path)
+async def _run(ticket: LinkTicket) -> None:
+    host = EngineHost(ticket, Node.of_environment())
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, host.stop)
-    loop.add_reader(sys.stdin.fileno(), host.stop)
     await host.run()
 
 
 def main() -> int:
     """Read the ticket, and run the host."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as unbuffered:  # what follows is for the reader
-        ticket = msgspec.json.decode(unbuffered.readline(), type=LinkTicket)
-    lock_path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    uvloop.run(_run(ticket, lock_path))
+    die_with_parent()
+    ticket = msgspec.json.decode(sys.stdin.buffer.readline(), type=LinkTicket)
+    uvloop.run(_run(ticket))
     return 0
 
 

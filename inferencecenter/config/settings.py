@@ -74,6 +74,7 @@ def bundled_projector() -> Path:
 
 Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
 ModelName = Annotated[str, StringConstraints(pattern=MODEL_NAME)]
+NodeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 McpServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 
 
@@ -498,6 +499,12 @@ class ModelEntry(Section):
         description="Engines of this model. With at least as many GPUs each has its own, else they divide the memory. "
         "A session stays with the engine that holds its KV.",
     )
+    nodes: tuple[NodeName, ...] = Field(
+        (),
+        max_length=64,
+        description="Machines of the cluster that run a replica each, by the names with which they joined; `local` is "
+        "this one. Excludes `replicas`.",
+    )
     slots: int | None = Field(None, ge=0, le=256, description="Overrides `engine.slots`, for each replica.")
     n_ctx: int | None = Field(None, ge=0, le=2**24, description="Overrides `engine.n_ctx`.")
     n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="Overrides `engine.n_gpu_layers`.")
@@ -525,6 +532,43 @@ class ModelEntry(Section):
     )
     lora: LoraAdapters = ()
     mmproj: Mmproj = None
+
+    @model_validator(mode="after")
+    def _nodes_or_replicas(self) -> ModelEntry:
+        if self.nodes and self.replicas != 1:
+            raise ValueError("nodes and replicas exclude each other: each of the nodes runs one replica")
+        return self
+
+
+class ClusterSettings(Section):
+    """Other machines that run engines; needs the extra `cluster`."""
+
+    address: Annotated[str, StringConstraints(pattern=r"^[^:/]+:[0-9]{1,5}$")] | None = Field(
+        None,
+        description="Address of the cluster's head, as `inferencecenter node head` prints it; this machine must be a "
+        "node too. If not set, there are no other machines.",
+    )
+    token_file: ExpandedPath | None = Field(
+        None,
+        description="File with the cluster's token; if not set, `~/.ray/auth_token`. The token permits to run code on "
+        "all nodes.",
+    )
+    listen: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of this machine on which hosts of engines connect to the daemon, by TLS; if not set, that "
+        "of the head.",
+    )
+    port: int = Field(
+        6381, ge=0, le=65535, description="Port for that; 0 picks a free one, which changes with restarts."
+    )
+    orphan_s: float = Field(
+        60.0,
+        ge=5,
+        le=86_400,
+        description="Seconds for which an engine on another machine waits for a daemon that is gone. A restarted "
+        "daemon continues with it without loading the model.",
+    )
 
 
 class Settings(BaseSettings):
@@ -570,6 +614,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     gpu: GpuSettings = Field(default_factory=GpuSettings)
     kv: KvSettings = Field(default_factory=KvSettings)
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     memory: MemorySettings = Field(default_factory=MemorySettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     params: dict[str, Any] = Field(

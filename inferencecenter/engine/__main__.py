@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -26,7 +25,7 @@ from inferencecenter.engine.inbox import Inbox, KvFetched, watch
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop
-from inferencecenter.ipc.engine_child import receive_descriptors
+from inferencecenter.ipc.engine_child import die_with_parent, receive_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel
 from inferencecenter.ipc.heartbeat import Heartbeat
@@ -35,7 +34,6 @@ from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, LogLine
 if TYPE_CHECKING:
     from inferencecenter.engine.backend import Backend, Embedder
 
-_PR_SET_PDEATHSIG = 1
 _OOM_SCORE_ADJ = 500
 
 
@@ -47,7 +45,7 @@ def main() -> int:
     # Ctrl-C and a stop of the process group reach the engine too; the front drains first and then closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _die_with_parent()
+    die_with_parent()
     _prefer_for_oom_kill()
     try:
         heartbeat_fd, *_ = receive_descriptors(
@@ -171,13 +169,6 @@ def _import_llama() -> None:
     """
     with contextlib.suppress(ImportError, OSError, RuntimeError, AttributeError):
         importlib.import_module("inferencecenter.engine.llama.backend")
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends; to be called from the main thread."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def _prefer_for_oom_kill() -> None:

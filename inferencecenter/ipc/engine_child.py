@@ -8,7 +8,9 @@ socket afterwards: descriptors (``send_descriptors``), then ``Configure``.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ MODULE: Final = "inferencecenter.engine"
 _MAX_DESCRIPTORS: Final = 8
 _DESCRIPTORS: Final = b"\0"
 _IMPORT: Final = b"\1"
+_PR_SET_PDEATHSIG: Final = 1
 # How often llama.cpp's threads poll a barrier before they sleep (docs/decisions/0005-spinning-threads.md).
 _SPIN_COUNT: Final = "5000"
 
@@ -119,3 +122,10 @@ def receive_descriptors(sock: socket.socket, *, on_import: Callable[[], None] = 
         if data == _DESCRIPTORS:
             return fds
         on_import()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends; to be called from the main thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -7,6 +7,8 @@ between them. Both ends send a message at least every ``BEAT_S`` seconds.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
@@ -18,6 +20,23 @@ BEAT_S: Final = 1.0
 """Seconds between two heartbeats of each end."""
 MAX_HELLO_BYTES: Final = 4096
 """Largest frame that the front accepts before it has accepted the host."""
+
+
+_DIGESTED_BYTES: Final = 4 * 2**20
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 in hex of the first and the last 4 MiB of a file: of model files the header and last weights.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(_DIGESTED_BYTES))
+        file.seek(max(file.tell(), path.stat().st_size - _DIGESTED_BYTES))
+        digest.update(file.read(_DIGESTED_BYTES))
+    return digest.hexdigest()
 
 
 class LinkTicket(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,13 +113,25 @@ class FrontBeat(msgspec.Struct, frozen=True, tag=True):
     """The front is there."""
 
 
-class StartEngine(msgspec.Struct, frozen=True, tag=True):
+class ModelFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file that an engine reads: its path on the front's machine, its size, and the digest of ``file_digest``."""
+
+    path: str
+    size_bytes: int
+    digest: str
+
+
+class StartEngine(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Start an engine with these ``EngineOptions`` as JSON, or continue with one that has the same options.
 
-    The reply is that of an engine that loads a model, with ``Ready`` at the end.
+    The host finds the ``files`` on its machine, and completes the options for it: what the model's ``EngineSettings``
+    in ``engine_json`` leave open is planned there. The reply is that of an engine that loads a model, with ``Ready`` or
+    ``LoadFailed`` at the end.
     """
 
     options_json: bytes
+    engine_json: bytes
+    files: tuple[ModelFile, ...] = ()
 
 
 class EndEngine(msgspec.Struct, frozen=True, tag=True):

@@ -33,6 +33,8 @@ DAEMON_SETTINGS: Final = frozenset(
     {"max_resident", "min_residency_s", "exit_when_failed", "max_client_crashes", "client_crash_window_s"}
 )
 
+LOCAL_NODE: Final = "local"
+"""Stands for this machine among the nodes of a model."""
 _PROJECTOR: Final = "clip"
 """The architecture of projectors."""
 _NAME: Final = re.compile(MODEL_NAME)
@@ -63,7 +65,7 @@ class ModelSpec:
         kind: Its kind.
         matryoshka: Whether its vectors may be shortened.
         n_embd: Width of the vectors in its file; ``None`` where that does not state it.
-        replicas: The number of its engines.
+        nodes: The machine of each of its engines.
     """
 
     name: str
@@ -77,7 +79,12 @@ class ModelSpec:
     kind: ModelKind = "chat"
     matryoshka: bool = False
     n_embd: int | None = None
-    replicas: int = 1
+    nodes: tuple[str, ...] = (LOCAL_NODE,)
+
+    @property
+    def replicas(self) -> int:
+        """The number of its engines."""
+        return len(self.nodes)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -331,7 +338,20 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
             hint="Its settings override [engine]; keep_alive_s overrides sleep_after_s.",
         ) from None
     path = entry.path or scanned.get(name, settings.models_dir / f"{name}.gguf")
-    spec = ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora, replicas=entry.replicas)
+    if settings.cluster.address is None and any(node != LOCAL_NODE for node in entry.nodes):
+        raise _invalid(
+            f"models.{name}: it has nodes, but this daemon is in no cluster",
+            field=f"models.{name}.nodes",
+            hint="Set cluster.address.",
+        )
+    spec = ModelSpec(
+        name=name,
+        path=path,
+        engine=engine,
+        params=entry.params,
+        lora=entry.lora,
+        nodes=entry.nodes or (LOCAL_NODE,) * entry.replicas,
+    )
     return _with_chosen_projector(spec, entry.mmproj)
 
 

@@ -531,3 +531,17 @@ def with_measured_usage(plan: EnginePlan, used_bytes: Mapping[str, int]) -> Engi
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+class RemotePlanner(Planner):
+    """Plans nothing here, for an engine on another machine: its host plans there."""
+
+    def first(self, options: EngineOptions) -> EngineOptions:
+        return options
+
+    def again(self, options: EngineOptions) -> EngineOptions:
+        return options
+
+    def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
+        del others, options
+        return True

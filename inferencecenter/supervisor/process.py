@@ -52,6 +52,10 @@ _LEVELS: Final = {
 _log = structlog.get_logger("engine")
 
 
+class NodeUnreachableError(OSError):
+    """The machine of an engine cannot be reached."""
+
+
 class EngineLockError(Exception):
     """Another engine holds the lock and does not exit."""
 
@@ -138,13 +142,14 @@ class EngineExit:
     """How an engine ended, and the turns that it was busy with.
 
     It ended ``by_itself`` unless this daemon killed it for a reason, and ``from_outside`` if another process or the OOM
-    killer killed it.
+    killer killed it. It is ``unreachable`` if its machine cannot be reached, or has no place for it.
     """
 
     detail: str
     suspects: tuple[str, ...] = ()
     by_itself: bool = True
     from_outside: bool = False
+    unreachable: bool = False
 
 
 class Engine(ABC):
@@ -394,6 +399,7 @@ class EngineLauncher(Protocol):
 
         Raises:
             EngineLockError: Another engine holds the lock and does not exit.
+            NodeUnreachableError: The engine's machine cannot be reached.
             OSError: The engine cannot be started.
         """
 

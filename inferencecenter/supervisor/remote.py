@@ -19,6 +19,7 @@ import hmac
 import os
 import secrets
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -42,17 +43,19 @@ from inferencecenter.ipc.link import (
     HostRefused,
     HostWelcome,
     LinkTicket,
+    ModelFile,
     StartEngine,
     ToHost,
+    file_digest,
     from_host_decoder,
 )
-from inferencecenter.supervisor.process import Engine, EngineExit
+from inferencecenter.supervisor.process import Engine, EngineExit, NodeUnreachableError
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
-    from pathlib import Path
 
+    from inferencecenter.config.sections import EngineSettings
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import FromEngine
 
@@ -73,7 +76,7 @@ class HostStarter(Protocol):
         """Start a host, in place of an earlier one of the same engine.
 
         Raises:
-            OSError: It cannot be started.
+            NodeUnreachableError: It cannot be started.
         """
 
 
@@ -216,11 +219,11 @@ class RemoteEngine(Engine):
         return self._ended is not None or bool(self._killed_because)
 
     def start(
-        self, options: EngineOptions, *, on_message: Callable[[FromEngine], None], on_drain: Callable[[], None]
+        self, order: StartEngine, *, on_message: Callable[[FromEngine], None], on_drain: Callable[[], None]
     ) -> None:
         """Have the host start the engine, or continue with the one that it has."""
         self._on_engine_message, self._on_drain = on_message, on_drain
-        self._channel.send(StartEngine(options.model_dump_json().encode()))
+        self._channel.send(order)
 
     def close(self) -> None:
         self._channel.send(EndEngine())
@@ -248,7 +251,9 @@ class RemoteEngine(Engine):
             return EngineExit(self._killed_because, suspects, by_itself=False)
         if (ended := self._ended) is None:
             detail = f"the connection to the engine on {node} was lost"
-            return EngineExit(f"{detail}: {fault}" if fault else detail, by_itself=False, from_outside=True)
+            return EngineExit(
+                f"{detail}: {fault}" if fault else detail, by_itself=False, from_outside=True, unreachable=True
+            )
         return EngineExit(
             f"on {node}: {ended.detail}", ended.suspects, by_itself=ended.by_itself, from_outside=ended.from_outside
         )
@@ -428,12 +433,14 @@ class RemoteLauncher:
 
     Args:
         name: The engine's name among all of this daemon.
+        engine: The settings of the model's engines, by which hosts plan.
         listener: Where its hosts connect.
         starter: Starts them.
     """
 
-    def __init__(self, name: str, *, listener: HostListener, starter: HostStarter) -> None:
+    def __init__(self, name: str, engine: EngineSettings, *, listener: HostListener, starter: HostStarter) -> None:
         self._name = name
+        self._engine = engine
         self._listener = listener
         self._starter = starter
 
@@ -446,6 +453,7 @@ class RemoteLauncher:
         on_drain: Callable[[], None],
     ) -> RemoteEngine:
         """Start an engine; see ``EngineLauncher``."""
+        files = await asyncio.to_thread(_model_files, options)
         engine = None
         if self._listener.may_return(self._name):
             engine = await self._listener.connected(self._name, within_s=self._listener.lost_after_s)
@@ -453,8 +461,26 @@ class RemoteLauncher:
             await self._starter.start(self._listener.ticket(self._name))
             engine = await self._listener.connected(self._name, within_s=START_TIMEOUT_S)
         if engine is None:
-            raise TimeoutError(f"its host has not connected within {START_TIMEOUT_S:g} s")
-        engine.start(
-            options.replace(kv_adopt="durable" if is_first else "all"), on_message=on_message, on_drain=on_drain
+            raise NodeUnreachableError(f"its host has not connected within {START_TIMEOUT_S:g} s")
+        options = options.replace(kv_adopt="durable" if is_first else "all")
+        order = StartEngine(
+            options_json=options.model_dump_json().encode(),
+            engine_json=self._engine.model_dump_json().encode(),
+            files=files,
         )
+        engine.start(order, on_message=on_message, on_drain=on_drain)
         return engine
+
+
+def _model_files(options: EngineOptions) -> tuple[ModelFile, ...]:
+    """Return the files that an engine with these options reads; blocks.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    paths = [options.model_path, options.draft_path, options.mmproj_path, *(str(each.path) for each in options.lora)]
+    return tuple(
+        ModelFile(path, Path(path).stat().st_size, file_digest(Path(path)))
+        for path in paths
+        if path and options.backend == "llama"
+    )

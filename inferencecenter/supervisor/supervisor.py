@@ -48,6 +48,7 @@ from inferencecenter.supervisor.process import (
     EngineExit,
     EngineLockError,
     LocalLauncher,
+    NodeUnreachableError,
     log_line,
 )
 from inferencecenter.supervisor.request_queue import QueueLengthAlarm, RequestQueue, not_loaded, queue_full, unavailable
@@ -600,6 +601,8 @@ class Supervisor:
                 on_message=self._on_message,
                 on_drain=self._turns.schedule_step,
             )
+        except NodeUnreachableError as error:
+            return EngineExit(f"the engine cannot be started: {error}", by_itself=False, unreachable=True)
         except (OSError, EngineLockError) as error:
             return EngineExit(f"the engine cannot be started: {error}")
         self._process = process
@@ -634,7 +637,8 @@ class Supervisor:
         if was_loading and ended.by_itself and self._progress.may_lack_gpu_memory(self._options):
             self._options = with_fewer_layers(self._options, self._model)
         else:
-            self._given_up = not self._budget.take(now=self._monotonic())
+            # A machine that cannot be reached is tried for ever: its engine has done nothing wrong.
+            self._given_up = not ended.unreachable and not self._budget.take(now=self._monotonic())
         if self._given_up:
             _log.error("engine_given_up", restarts=self._restarts, detail=ended.detail)
             self._give_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from inferencecenter.cluster.certificates import ClusterCertificates
+from inferencecenter.cluster.node import DIRECTORY_VARIABLE
+from inferencecenter.config.sections import EngineSettings
 from inferencecenter.supervisor.remote import HostListener, HostRegistry, RemoteLauncher
 
 if TYPE_CHECKING:
@@ -26,8 +29,9 @@ HOST = "inferencecenter.cluster.engine_host"
 
 @dataclass
 class LocalStarter:
-    """Starts hosts as children, and keeps their tickets; implements ``HostStarter``."""
+    """Starts hosts as children, each a machine of its own, and keeps their tickets; implements ``HostStarter``."""
 
+    directory: Path
     module: str = STUB_HOST
     address: tuple[str, int] | None = None
     tickets: list[LinkTicket] = field(default_factory=list)
@@ -43,7 +47,11 @@ class LocalStarter:
         self.started.set()
 
     def _spawn(self, ticket: LinkTicket) -> subprocess.Popen[bytes]:
-        host = subprocess.Popen([sys.executable, "-m", self.module], stdin=subprocess.PIPE)
+        host = subprocess.Popen(
+            [sys.executable, "-m", self.module],
+            stdin=subprocess.PIPE,
+            env={**os.environ, DIRECTORY_VARIABLE: str(self.directory / str(len(self.hosts)))},
+        )
         assert host.stdin is not None
         host.stdin.write(msgspec.json.encode(ticket) + b"\n")
         host.stdin.flush()
@@ -150,7 +158,7 @@ class Front:
         )
         await listener.open("127.0.0.1", port)
         proxy = Proxy(listener.address)
-        starter = starter or LocalStarter()
+        starter = starter or LocalStarter(state_dir / "node")
         starter.address = starter.address or await proxy.open()
-        launcher = RemoteLauncher("stub", listener=listener, starter=starter)
+        launcher = RemoteLauncher("stub", EngineSettings(backend="echo"), listener=listener, starter=starter)
         return cls(state_dir, starter, listener, launcher, proxy)

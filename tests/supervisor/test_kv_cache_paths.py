@@ -121,7 +121,7 @@ def test_models_have_separate_directories(tmp_path: Path, free_mib: list[int]) -
 
 def test_replicas_have_directories_of_their_own(tmp_path: Path, free_mib: list[int]) -> None:
     """The first has those of the model alone, they divide its budgets, and those of removed replicas are deleted."""
-    chosen, several = settings(tmp_path), replace(SPEC, replicas=3)
+    chosen, several = settings(tmp_path), replace(SPEC, nodes=("local",) * 3)
     alone = kv_cache_paths(chosen, tmp_path, SPEC)
     places = [kv_cache_paths(chosen, tmp_path, several, replica=index) for index in range(3)]
     assert (places[0].ram_dir, places[0].disk_dir) == (alone.ram_dir, alone.disk_dir)
@@ -129,7 +129,7 @@ def test_replicas_have_directories_of_their_own(tmp_path: Path, free_mib: list[i
     assert {(each.ram_bytes, each.disk_bytes) for each in places} == {(alone.ram_bytes // 3, alone.disk_bytes // 3)}
     for each in places:
         each.disk_dir.mkdir(parents=True)
-    remove_stale_caches(chosen, tmp_path, [replace(SPEC, replicas=2)])
+    remove_stale_caches(chosen, tmp_path, [replace(SPEC, nodes=("local",) * 2)])
     assert [each.disk_dir.exists() for each in places] == [True, True, False]
 
 

@@ -703,7 +703,7 @@ async def test_replicas_are_loaded_evicted_and_swapped_together(make_manager: Ca
     """They take the place of one model: another that has no room evicts all, and their turns continue on all."""
     harness = make_manager(room=1, patience_s=0.05)
     await harness.ready("first")
-    harness.models.apply(harness.registry(second=replace(harness.spec("second"), replicas=2)))
+    harness.models.apply(harness.registry(second=replace(harness.spec("second"), nodes=("local",) * 2)))
     assert (await harness.swap("second")).phase == "done"
     pair = harness.models.engine("second")
     await harness.until(lambda: pair.loads == 2)
@@ -726,7 +726,7 @@ async def test_changed_number_of_replicas_continues_the_turns(make_manager: Call
         old = harness.watch(harness.models.engine("first"))
         running = harness.submit(f"t{replicas}", 5, how="hold")
         await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
-        harness.models.apply(harness.registry(first=replace(harness.spec("first"), replicas=replicas)))
+        harness.models.apply(harness.registry(first=replace(harness.spec("first"), nodes=("local",) * replicas)))
         await harness.until(lambda old=old: harness.models.engine("first") is not old)  # type: ignore[misc]
         assert (running.interruptions, running.recalls) == (1, 1)
         assert len(harness.models.engine("first").status.replicas) == (2 if replicas == 2 else 0)
@@ -738,11 +738,11 @@ async def test_changed_number_of_replicas_continues_the_turns(make_manager: Call
 async def test_failed_replica_is_started_again_by_a_load(make_manager: Callable[..., ManagerHarness]) -> None:
     """It was lost too often while the other served; a swap to the same model, or a reload, starts it."""
     harness = make_manager()
-    harness.models.apply(harness.registry(first=replace(harness.spec("first"), replicas=2)))
+    harness.models.apply(harness.registry(first=replace(harness.spec("first"), nodes=("local",) * 2)))
     await harness.until(lambda: len(harness.models.statuses["first"].replicas) == 2)
     pair = harness.models.engine("first")
     assert isinstance(pair, ReplicaSet)
-    same = harness.registry(first=replace(harness.spec("first"), replicas=2))
+    same = harness.registry(first=replace(harness.spec("first"), nodes=("local",) * 2))
     revivals: list[Callable[[], None]] = [
         lambda: harness.models.swap("first", harness.tell),
         lambda: harness.models.apply(same),

@@ -1,0 +1,81 @@
+"""The front's side of a cluster: the listener for hosts, and what starts them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Self
+
+from inferencecenter.cluster.certificates import ClusterCertificates
+from inferencecenter.cluster.ray_cluster import RayCluster, RayStarter
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
+from inferencecenter.supervisor.remote import HostListener, HostRegistry, RemoteLauncher
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inferencecenter.config.settings import ClusterSettings
+    from inferencecenter.models.registry import ModelSpec
+
+LOST_AFTER_S: Final = 3.0
+"""A machine whose host is silent for this time is lost."""
+_CERTIFICATES: Final = "cluster"
+_HOSTS_FILE: Final = "hosts.json"
+
+
+class EngineCluster:
+    """Engines on other machines.
+
+    Args:
+        settings: The address of the cluster, and where hosts connect.
+        state_dir: Has the authority of the certificates and the hosts that may connect again.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``; the files of the authority cannot be used.
+    """
+
+    def __init__(self, settings: ClusterSettings, state_dir: Path) -> None:
+        assert settings.address is not None, "the daemon is in a cluster"
+        self._settings = settings
+        self._listen = settings.listen or settings.address.rsplit(":", 1)[0]
+        try:
+            certificates = ClusterCertificates(state_dir / _CERTIFICATES)
+        except (OSError, ValueError) as error:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_CONFIG,
+                f"{state_dir / _CERTIFICATES} cannot be used: {reason_of(error)}",
+                hint="Without the directory new certificates are made; engines on other machines are loaded again.",
+                field="state_dir",
+            ) from error
+        self._listener = HostListener(
+            certificates,
+            HostRegistry(state_dir / _HOSTS_FILE),
+            lost_after_s=LOST_AFTER_S,
+            orphan_s=settings.orphan_s,
+        )
+        self._ray = RayCluster(settings.address, token_file=settings.token_file)
+
+    async def __aenter__(self) -> Self:
+        """Listen for hosts.
+
+        Raises:
+            InferenceCenterError: ``invalid_config``; the address is in use or not one of this machine.
+        """
+        try:
+            await self._listener.open(self._listen, self._settings.port)
+        except OSError as error:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_CONFIG,
+                f"hosts cannot connect to {self._listen}:{self._settings.port}: {reason_of(error)}",
+                hint="Set cluster.listen to an address of this machine, and cluster.port to a free port.",
+                field="cluster.listen",
+            ) from error
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Drop the connections to hosts, which keep their engines for a while, and to the cluster."""
+        await self._listener.close()
+        await self._ray.close()
+
+    def launcher(self, spec: ModelSpec, index: int) -> RemoteLauncher:
+        """Return what starts the engines of a replica."""
+        starter = RayStarter(self._ray, spec.nodes[index])
+        return RemoteLauncher(f"{spec.name}/{index}", spec.engine, listener=self._listener, starter=starter)

@@ -1,0 +1,111 @@
+"""A machine of the cluster as its hosts see it: its directory, the files of models, and the plan for its GPUs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import platformdirs
+
+from inferencecenter.config.sections import EngineSettings
+from inferencecenter.config.settings import APP_NAME, GpuSettings
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.link import file_digest
+from inferencecenter.supervisor.planning import Planner
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.link import ModelFile, StartEngine
+
+DIRECTORY_VARIABLE: Final = "INFERENCECENTER_NODE_DIR"
+"""Environment variable with a node's directory, which its hosts inherit."""
+_NAME_CHARS: Final = 12
+
+
+def default_directory() -> Path:
+    """Return the directory of a node whose operator has named none."""
+    return platformdirs.user_state_path(APP_NAME) / "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This machine.
+
+    Its ``directory`` has model files in ``models``, KV on disk in ``kv``, and how far plans were off.
+    """
+
+    directory: Path
+
+    @classmethod
+    def of_environment(cls) -> Node:
+        """Return the node that the environment names, with its directories.
+
+        Raises:
+            OSError: They cannot be created.
+        """
+        node = cls(Path(os.environ.get(DIRECTORY_VARIABLE) or default_directory()))
+        node.models.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return node
+
+    @property
+    def models(self) -> Path:
+        """Where model files are looked for that are not at the front's path."""
+        return self.directory / "models"
+
+    def lock_path(self, engine: str) -> Path:
+        """Return the lock of an engine."""
+        return self.directory / f"engine-{_short(engine)}.lock"
+
+    def complete(self, order: StartEngine) -> EngineOptions:
+        """Return the options of an engine on this machine: with its paths, and planned for its GPUs. Blocks.
+
+        Raises:
+            InferenceCenterError: ``invalid_model_file`` for a file that is not here, or differs from the front's.
+        """
+        options = EngineOptions.model_validate_json(order.options_json)
+        paths = {file.path: str(self._find(file)) for file in order.files}
+        kv = options.kv
+        ram_dir = Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - a directory writable by others is refused
+        options = options.replace(
+            model_path=paths.get(options.model_path, options.model_path),
+            draft_path=paths.get(options.draft_path, options.draft_path),
+            mmproj_path=paths.get(options.mmproj_path, options.mmproj_path),
+            lora=tuple(
+                each.model_copy(update={"path": Path(paths.get(str(each.path), each.path))}) for each in options.lora
+            ),
+            kv=kv.model_copy(
+                update={
+                    "ram_dir": ram_dir / _short(str(self.directory)) / kv.ram_dir.name,
+                    "disk_dir": self.directory / "kv" / kv.disk_dir.name,
+                }
+            ),
+        )
+        planner = Planner(
+            engine=EngineSettings.model_validate_json(order.engine_json),
+            gpu=GpuSettings(),
+            calibration=VramCalibration(self.directory / PLAN_FILE),
+        )
+        return planner.first(options)
+
+    def _find(self, file: ModelFile) -> Path:
+        """Return where a file is on this machine: at the front's path, or by its name in ``models``."""
+        places = (Path(file.path), self.models / Path(file.path).name)
+        found = [path for path in places if path.is_file()]
+        for path in found:
+            if path.stat().st_size == file.size_bytes and file_digest(path) == file.digest:
+                return path
+        name = Path(file.path).name
+        what = f"has another {name} than the daemon, in {found[0]}" if found else f"has no {name}"
+        raise InferenceCenterError(
+            ErrorCode.INVALID_MODEL_FILE,
+            f"The machine {os.uname().nodename} {what}.",
+            hint=f"Copy the daemon's file to {self.models} on that machine.",
+        )
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_NAME_CHARS]

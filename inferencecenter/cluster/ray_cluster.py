@@ -1,0 +1,166 @@
+"""The machines of a Ray cluster as the front uses them: to start hosts there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import structlog
+
+from inferencecenter.supervisor.process import NodeUnreachableError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from inferencecenter.ipc.link import LinkTicket
+
+NAMESPACE: Final = "inferencecenter"
+REQUEST_TIMEOUT_S: Final = 90.0
+_DRIVER: Final = "inferencecenter.cluster.ray_driver"
+_MAX_REPLY_BYTES: Final = 2**20
+_log = structlog.get_logger(__name__)
+
+
+def node_resource(name: str) -> str:
+    """Return the resource by which Ray finds a node."""
+    return f"inferencecenter-node-{name}"
+
+
+def ray_environment(token_file: Path | None) -> dict[str, str]:
+    """Return the environment of a process that uses Ray with token authentication."""
+    token = {} if token_file is None else {"RAY_AUTH_TOKEN_PATH": str(token_file)}
+    return {
+        **os.environ,
+        **token,
+        "RAY_AUTH_MODE": "token",
+        # Without these Ray hides GPUs from workers that reserve none, and asks its maker's server for versions.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # A node that ends would wait for its actors to leave; the front moves their turns when they are gone.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """A machine that has joined."""
+
+    name: str
+    address: str
+    alive: bool
+
+
+class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Start a host on a node, in place of an earlier one of the engine, or only list the nodes."""
+
+    op: Literal["start", "nodes"]
+    engine: str = ""
+    node: str = ""
+    ticket: str = ""
+
+
+class RayReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes, or why the request failed."""
+
+    nodes: tuple[NodeState, ...] = ()
+    error: str = ""
+
+
+class RayCluster:
+    """A connection to a cluster, through a child process that is started again when it ends.
+
+    Args:
+        address: Of the cluster's head.
+        token_file: The cluster's token; ``None`` for Ray's default file.
+    """
+
+    def __init__(self, address: str, *, token_file: Path | None = None) -> None:
+        self._address = address
+        self._token_file = token_file
+        self._driver: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def nodes(self) -> tuple[NodeState, ...]:
+        """Return the machines that have joined.
+
+        Raises:
+            NodeUnreachableError: The cluster cannot be reached.
+        """
+        return (await self._request(RayRequest(op="nodes"))).nodes
+
+    async def start_host(self, node: str, ticket: LinkTicket) -> None:
+        """Start a host on a machine, in place of an earlier one of the same engine.
+
+        Raises:
+            NodeUnreachableError: The cluster cannot be reached, the machine has not joined, or nothing starts there.
+        """
+        text = msgspec.json.encode(ticket).decode()
+        await self._request(RayRequest(op="start", engine=ticket.engine, node=node, ticket=text))
+
+    async def close(self) -> None:
+        """End the child; hosts keep running."""
+        async with self._lock:
+            await self._end_driver()
+
+    async def _request(self, request: RayRequest) -> RayReply:
+        async with self._lock:
+            try:
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    reply = await self._exchange(request)
+            except TimeoutError:
+                await self._end_driver()
+                raise NodeUnreachableError(f"no reply within {REQUEST_TIMEOUT_S:g} s") from None
+            except BaseException:
+                await self._end_driver()  # its next line may be the reply to this request
+                raise
+        if reply.error:
+            raise NodeUnreachableError(reply.error)
+        return reply
+
+    async def _exchange(self, request: RayRequest) -> RayReply:
+        driver = self._driver
+        if driver is None or driver.returncode is not None:
+            driver = self._driver = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                _DRIVER,
+                self._address,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=ray_environment(self._token_file),
+                limit=_MAX_REPLY_BYTES,
+            )
+        assert driver.stdin is not None, "it was started with pipes"
+        assert driver.stdout is not None, "it was started with pipes"
+        driver.stdin.write(msgspec.json.encode(request) + b"\n")
+        with suppress(ConnectionError):  # it has ended, which the next line reports
+            await driver.stdin.drain()
+        while line := await driver.stdout.readline():
+            if line.startswith(b"{"):  # Ray writes lines of its own
+                return msgspec.json.decode(line, type=RayReply)
+        raise NodeUnreachableError(f"the Ray cluster at {self._address} cannot be reached, or refuses the token")
+
+    async def _end_driver(self) -> None:
+        driver, self._driver = self._driver, None
+        if driver is None or driver.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            driver.kill()
+        await driver.wait()
+
+
+class RayStarter:
+    """Starts the hosts of one engine on one machine; implements ``supervisor.remote.HostStarter``."""
+
+    def __init__(self, cluster: RayCluster, node: str) -> None:
+        self._cluster = cluster
+        self._node = node
+
+    async def start(self, ticket: LinkTicket) -> None:
+        """Start a host; see ``HostStarter``."""
+        await self._cluster.start_host(self._node, ticket)
+        _log.info("host_started", engine=ticket.engine, node=self._node)

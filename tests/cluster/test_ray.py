@@ -1,0 +1,231 @@
+"""A daemon whose engines run on nodes of a real Ray cluster, all on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.harness import Daemon, connect_client, run_daemon
+from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e.harness import SocketClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+TIMEOUT_S = 120.0
+LONG = "a conversation " * 40
+
+
+def children(pid: int) -> dict[int, str]:
+    """Return the processes below a process, deepest last, each with its command line."""
+    found: dict[int, str] = {}
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError:
+        return found
+    for child in map(int, listed.split()):
+        try:
+            found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except FileNotFoundError:
+            continue
+        found |= children(child)
+    return found
+
+
+@dataclass
+class ClusterNode:
+    """A node in a process of its own, with everything that Ray starts for it."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+    def find(self, part: str) -> int:
+        """Return the process of this node with this in its command line, when there is one."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < until_s:
+            for pid, command in children(self.process.pid).items():
+                if part in command:
+                    return pid
+            time.sleep(0.1)
+        raise AssertionError(f"{self.name} has no {part}")
+
+    def kill(self) -> None:
+        """Kill all of its processes, as a machine that loses power does."""
+        pids = [self.process.pid, *children(self.process.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(TIMEOUT_S)
+
+
+@dataclass
+class Cluster:
+    """A head, which is the node ``one``, and further nodes."""
+
+    folder: Path
+    address: str
+    nodes: dict[str, ClusterNode] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+
+    def add(self, name: str) -> ClusterNode:
+        """Start a node, and wait until it has joined."""
+        verb = "join" if self.nodes else "head"
+        log = self.folder / f"{name}.log"
+        command = [sys.executable, "-m", "inferencecenter", "node", verb, self.address, "--name", name]
+        where = ["--token-file", str(self.folder / "token"), "--directory", str(self.folder / name)]
+        with log.open("wb") as output:
+            process = subprocess.Popen([*command, *where], stdout=output, stderr=output)
+        self.nodes[name] = ClusterNode(name, process)
+        until_s = time.monotonic() + TIMEOUT_S
+        while "monitored" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until_s, log.read_text()
+            time.sleep(0.1)
+        return self.nodes[name]
+
+    def kill(self) -> None:
+        """Kill all nodes, the head last."""
+        for node in reversed(self.nodes.values()):
+            if node.process.poll() is None:
+                node.kill()
+
+    def daemon_settings(self, *nodes: str, delay_ms: int = 5) -> dict[str, str]:
+        """Return the environment of a daemon whose model has a replica on each of these nodes."""
+        path = self.folder / "daemon.toml"
+        path.write_text(
+            f'[cluster]\naddress = "{self.address}"\ntoken_file = "{self.folder / "token"}"\nport = {self.port}\n'
+            f"[models.twin]\nslots = 2\nnodes = {list(nodes)}\n"
+        )
+        return {
+            "INFERENCECENTER_CONFIG": str(path),
+            "INFERENCECENTER_ENGINE__BACKEND": "echo",
+            "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": str(delay_ms),
+            "INFERENCECENTER_MODEL__NAME": "twin",
+            "INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S": "0.1",
+        }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of two nodes."""
+    with ExitStack() as held:
+        cluster = Cluster(tmp_path, f"127.0.0.1:{free_port()}")
+        held.callback(cluster.kill)
+        cluster.add("one")
+        cluster.add("two")
+        yield cluster
+
+
+async def begin(client: SocketClient, number: int) -> dict[str, str]:
+    """Start turns in new sessions, and wait until each has some text; return their prompts."""
+    sessions = [await client.create() for _ in range(number)]
+    prompts = {session: f"{index} {LONG}" for index, session in enumerate(sessions)}
+    for session, prompt in prompts.items():
+        await client.send(op="infer", session_id=session, prompt=prompt)
+    told = dict.fromkeys(sessions, 0)
+    while min(told.values()) < 3:
+        message = await client.receive()
+        if message["op"] == "token":
+            told[message["session_id"]] += 1
+    return prompts
+
+
+async def check_texts(client: SocketClient, prompts: dict[str, str]) -> None:
+    """Wait for the ends, one for each turn, and compare all that was received with what echo engines answer."""
+    seen = [message["session_id"] for message in client.seen if message["op"] == "end"]
+    ended = [session for session in seen if session in prompts]
+    while len(ended) < len(prompts):
+        message = await client.receive()
+        assert message["op"] != "error", message
+        if message["op"] == "end":
+            ended.append(message["session_id"])
+    assert sorted(ended) == sorted(prompts)
+    for session, prompt in prompts.items():
+        tokens = [each for each in client.seen if each["op"] == "token" and each["session_id"] == session]
+        assert "".join(each["content"] for each in tokens).strip() == prompt.strip()
+
+
+def states(daemon: Daemon) -> list[str]:
+    """Return the states of the replicas."""
+    page = daemon.get("/metrics")[1]
+    lines = [line for line in page.splitlines() if line.startswith("inferencecenter_replica_state{")]
+    return [line.split('state="')[1].split('"')[0] for line in lines if line.endswith(" 1.0")]
+
+
+async def until_ready(daemon: Daemon, number: int = 2) -> None:
+    """Wait until so many replicas are ready."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while states(daemon).count("ready") < number:
+        assert time.monotonic() < until_s, (states(daemon), daemon.log.read_text())
+        await asyncio.sleep(0.1)
+
+
+async def test_killed_processes_cost_no_text(cluster: Cluster, tmp_path: Path) -> None:
+    """SIGKILL of an engine, its host, its actor, the raylet, and all of a node: turns continue, the node returns."""
+    with run_daemon(tmp_path / "state", None, **cluster.daemon_settings("one", "two")) as daemon:
+        async with connect_client(daemon) as client:
+            for part in ("engine --fd", "engine_host", "ray::HostActor", "raylet/raylet", ""):
+                await until_ready(daemon)
+                prompts = await begin(client, 4)
+                two = cluster.nodes["two"]
+                if part:
+                    os.kill(two.find(part), signal.SIGKILL)
+                else:
+                    two.kill()
+                await check_texts(client, prompts)
+                for session in prompts:
+                    await client.ask(op="close_session", session_id=session)
+                if part in ("raylet/raylet", ""):
+                    if two.process.poll() is None:
+                        two.kill()
+                    cluster.add("two")
+            await until_ready(daemon)
+
+
+async def test_restarted_daemon_continues_with_the_engines(cluster: Cluster, tmp_path: Path) -> None:
+    """After SIGKILL of the daemon the next one has the same engines, and turns go on at the exact character."""
+    settings: dict[str, Any] = cluster.daemon_settings("one", "two", delay_ms=10)
+    engines: list[int] = []
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        await until_ready(daemon)
+        engines = [node.find("engine --fd") for node in cluster.nodes.values()]
+        async with connect_client(daemon) as client:
+            prompts = await begin(client, 4)
+            daemon.process.kill()
+            daemon.process.wait(TIMEOUT_S)
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        await until_ready(daemon)
+        assert [node.find("engine --fd") for node in cluster.nodes.values()] == engines
+        async with connect_client(daemon) as client:
+            for session, prompt in prompts.items():
+                until_s = time.monotonic() + TIMEOUT_S
+                answer = ""
+                while answer.strip() != prompt.strip():
+                    assert time.monotonic() < until_s, answer
+                    found = await client.ask(op="get_session", session_id=session)
+                    answer = next((m["content"] for m in found["transcript"] if m["role"] == "assistant"), "")
+                    await asyncio.sleep(0.1)
+
+
+async def test_missing_node_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
+    """The other replica serves, the log names the node, and its replica starts when it joins."""
+    with run_daemon(tmp_path / "state", None, **cluster.daemon_settings("one", "three")) as daemon:
+        await until_ready(daemon, 1)
+        async with connect_client(daemon) as client:
+            await check_texts(client, await begin(client, 1))
+        assert "no node three is in the cluster" in daemon.log.read_text()
+        cluster.add("three")
+        await until_ready(daemon)
