@@ -199,6 +199,25 @@ def test_threads_share_a_backend(driver: Driver) -> None:
     driver.must("threads")
 
 
+@pytest.mark.skipif(shutil.which("setarch") is None, reason="setarch is not installed")
+def test_threads_have_no_data_race(tmp_path: Path) -> None:
+    """Under ThreadSanitizer, with frequent pings; it needs addresses that are not random."""
+    program = compiled(tmp_path / "driver", Path(__file__).with_name("driver.c"), options=("-O1", "-fsanitize=thread"))
+    socket = tmp_path / "s"
+    settings = {
+        "INFERENCECENTER_ENGINE__BACKEND": "echo",
+        "INFERENCECENTER_SERVER__PING_INTERVAL_S": "0.05",
+        "INFERENCECENTER_SERVER__UNIX_SOCKET": str(socket),
+    }
+    command = ("setarch", "-R", program)
+    with run_daemon(tmp_path / "state", None, **settings), running(command, socket, tmp_path / "log") as driver:
+        driver.must("init", "")
+        driver.must("load", "", "")
+        for _ in range(5):
+            driver.must("threads")
+        driver.must("deinit")
+
+
 def test_answer_reaches_its_time_limit(driver: Driver) -> None:
     """What was computed until then can be read."""
     context = opened(driver, '{"max_time_ms": 1}')

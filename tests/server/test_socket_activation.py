@@ -102,6 +102,17 @@ def test_inherited_socket_must_be_a_stream(
         os.fstat(other.fileno())
 
 
+def test_inherited_unix_socket_is_taken(at: Callable[[int], None], tmp_path: Path) -> None:
+    """A socket unit may name a path beside or instead of a port."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        at(listening.fileno())
+        (taken,) = inherited_sockets({"LISTEN_FDS": "1", "LISTEN_PID": str(PID)}, pid=PID)
+        assert (taken.family, taken.getsockname()) == (socket.AF_UNIX, str(tmp_path / "s"))
+        taken.detach()
+
+
 def test_inherited_socket_must_listen(at: Callable[[int], None]) -> None:
     """``Accept=yes`` hands over connections; the hint names the setting."""
     with socket.socket() as connection:
