@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[1]
 BESIDE: Final = ("README.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "LICENSE", "SECURITY.md")
-FOLDERS: Final = {"examples": "Examples", "docs/decisions": "Decisions"}
+FOLDERS: Final = {
+    "examples": "Examples",
+    "examples/c": "A C program",
+    "examples/wasm": "WebAssembly guests",
+    "docs/decisions": "Decisions",
+}
 """Folders with a page that lists their files, and its title."""
 REFERENCE: Final = {
     "reference/client.md": ("Python client", "inferencecenter.client"),
@@ -39,7 +44,9 @@ _LINK: Final = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files beside docs/, the lists of folders, and the reference."""
     beside = [*BESIDE, "config/inferencecenter.toml", "inferencecenter/web/vendor/LICENSES"]
-    beside += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "examples").iterdir()) if path.is_file()]
+    for folder in FOLDERS:
+        if not folder.startswith("docs/"):
+            beside += [f"{folder}/{path.name}" for path in sorted((ROOT / folder).iterdir()) if path.is_file()]
     for name in beside:
         files.append(File.generated(config, place_in_site(name), abs_src_path=str(ROOT / name)))
     for folder, title in FOLDERS.items():

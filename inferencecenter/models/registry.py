@@ -17,7 +17,6 @@ from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
 from inferencecenter.hardware.model_shape import ENCODERS
 from inferencecenter.models.files import gguf_paths
 from inferencecenter.models.reference import projector_name
-from inferencecenter.models.script import read_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -166,6 +165,8 @@ def read_registry(settings: Settings) -> Registry:
             is no projector, or a wrong file of scripted answers.
     """
     if settings.engine.backend == "script" and settings.engine.script is not None:
+        from inferencecenter.models.script import read_script  # noqa: PLC0415 - its tables take a while to build
+
         read_script(settings.engine.script)
     scanned = _scan(settings.models_dir)
     shared = settings.engine.model_copy(update=_OF_THE_DAEMON)
