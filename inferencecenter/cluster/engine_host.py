@@ -103,7 +103,8 @@ class FrontLink:
             )
         self.channel.send(self._hello)
         while self._missed * BEAT_S < self._ticket.lost_after_s:
-            self._missed += 1
+            # What is not read for the engine's sake may be heartbeats.
+            self._missed = 0 if self.channel.is_paused else self._missed + 1
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self.channel.lost()

@@ -47,6 +47,7 @@ class Channel(asyncio.Protocol, Generic[Sent, Received]):
         self._window_bytes = window_bytes
         self._max_unread_bytes = max_unread_bytes
         self._has_room = True
+        self._is_paused = False
         self._decoder = decoder
         self._transport: asyncio.Transport | None = None
         self._fault = ""
@@ -56,6 +57,11 @@ class Channel(asyncio.Protocol, Generic[Sent, Received]):
     def has_room(self) -> bool:
         """Whether the unread bytes are within the window; ``on_drain`` is called when they are again."""
         return self._has_room
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is read."""
+        return self._is_paused
 
     def send(self, message: Sent) -> None:
         """Send a message; does nothing once the channel is lost.
@@ -87,10 +93,12 @@ class Channel(asyncio.Protocol, Generic[Sent, Received]):
 
     def pause_reading(self) -> None:
         """Read nothing, so that the peer has to wait, until ``resume_reading``."""
+        self._is_paused = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
+        self._is_paused = False
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 

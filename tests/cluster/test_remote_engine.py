@@ -150,6 +150,24 @@ async def test_hang_of_the_engine_is_detected(front: Front, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+async def test_engine_that_reads_nothing_keeps_its_connection(front: Front, tmp_path: Path) -> None:
+    """The host stops reading while megabytes wait for the engine, heartbeats among them; that is no lost front."""
+    log = tmp_path / "steps"
+    watched = await ready(front, echo_delay_ms=5, model_path=str(log), max_queue=100)
+    first = await speaking(watched)
+    (engine,) = engine_pids(log)
+    os.kill(engine, signal.SIGSTOP)
+    large = [watched.submit(f"large{n}", "count 3", tokens=bytes(2**20)) for n in range(40)]
+    await asyncio.sleep(6)  # twice the silence that an end tolerates
+    assert watched.supervisor.status.state is EngineState.READY
+    os.kill(engine, signal.SIGCONT)
+    for turn in (first, *large):
+        await end_of(turn)
+        assert turn.interruptions == 0
+    await watched.supervisor.stop()
+
+
+@pytest.mark.slow
 async def test_only_the_poison_turn_fails(front: Front, tmp_path: Path) -> None:
     """The host reads the suspects from the page of the dead engine."""
     watched = await ready(front, echo_delay_ms=5, model_path=str(tmp_path / "steps"), slots=4)
