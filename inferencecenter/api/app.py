@@ -9,6 +9,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from inferencecenter.api import endpoint, ollama, openapi, plain, responses
 from inferencecenter.api.anthropic import messages
+from inferencecenter.api.errors import OWN_ERRORS
 from inferencecenter.api.ollama.errors import OLLAMA_ERRORS
 from inferencecenter.api.openai import chat, completions, embeddings, fim, infill, llama_server, models
 from inferencecenter.api.websocket.connection import UnknownSocketPath, WebSocketEndpoint
@@ -41,9 +42,13 @@ FIELD_TABLES: Final = tuple(dict.fromkeys(row.fields for row in OPERATIONS if ro
 
 
 def api_routes(context: ServerContext) -> list[BaseRoute]:
-    """Return the routes of all HTTP operations, of the Responses socket, and of Ollama's other paths."""
-    others = endpoint.NotFoundRoute(f"{context.settings.base_path}/api/", errors=OLLAMA_ERRORS)
-    return [*endpoint.routes(context, OPERATIONS), *responses.socket_routes(context), others]
+    """Return the routes of all HTTP operations, of the Responses socket, and of other paths beside them."""
+    base = context.settings.base_path
+    others = [
+        endpoint.NotFoundRoute(f"{base}/api/", errors=OLLAMA_ERRORS),
+        endpoint.NotFoundRoute(f"{base}/shares/", errors=OWN_ERRORS),
+    ]
+    return [*endpoint.routes(context, OPERATIONS), *responses.socket_routes(context), *others]
 
 
 SOCKET_PATHS: Final = ("/", "/ws", "/api/inference", "/api/inference/")
