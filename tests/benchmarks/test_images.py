@@ -67,6 +67,7 @@ def test_any_server_is_measured_over_http() -> None:
     assert protocols.chat_with_images(peer) == replace(peer, kind="image-chat")
 
 
+@pytest.mark.slow
 async def test_scenario_runs(tmp_path: Path) -> None:
     """It starts a daemon with a projector and ends with the report."""
     await asyncio.to_thread(write_projector, tmp_path / "mmproj.gguf", n_embd=DEMO_WIDTH, size=SMALL)

@@ -113,6 +113,7 @@ async def _answer(
     return text, ends, "".join(following)
 
 
+@pytest.mark.slow
 async def test_killed_daemon_gives_one_unbroken_answer(host: DaemonHost) -> None:
     """After the restart no character is missing or repeated, and the turn ends once."""
     text, ends, following = await _answer(

@@ -6,20 +6,25 @@ import asyncio
 import os
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from structlog.testing import capture_logs
 
+from inferencecenter.ipc.link import HostBeat
 from inferencecenter.ipc.messages import Failed
 from inferencecenter.ipc.port import EngineState
+from inferencecenter.supervisor.remote import RemoteEngine
 from tests.cluster.harness import Front
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of
 from tests.supervisor.stub_engine import answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from inferencecenter.ipc.link import FromHost
 
 pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a long answer " * 20
@@ -67,6 +72,7 @@ async def test_turns_run_on_a_host(front: Front) -> None:
     await watched.supervisor.stop()
 
 
+@pytest.mark.slow
 async def test_connection_reset_loses_no_text(front: Front, tmp_path: Path) -> None:
     """The host connects again, and its engine continues: nothing is loaded."""
     log = tmp_path / "steps"
@@ -150,7 +156,9 @@ async def test_hang_of_the_engine_is_detected(front: Front, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_engine_that_reads_nothing_keeps_its_connection(front: Front, tmp_path: Path) -> None:
+async def test_engine_that_reads_nothing_keeps_its_connection(
+    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host stops reading while megabytes wait for the engine, heartbeats among them; that is no lost front."""
     log = tmp_path / "steps"
     watched = await ready(front, echo_delay_ms=5, model_path=str(log), max_queue=100)
@@ -158,7 +166,18 @@ async def test_engine_that_reads_nothing_keeps_its_connection(front: Front, tmp_
     (engine,) = engine_pids(log)
     os.kill(engine, signal.SIGSTOP)
     large = [watched.submit(f"large{n}", "count 3", tokens=bytes(2**20)) for n in range(40)]
-    await asyncio.sleep(6)  # twice the silence that an end tolerates
+    beats: asyncio.Queue[None] = asyncio.Queue()
+    receive = RemoteEngine._on_message
+
+    def counted(engine: RemoteEngine, message: FromHost) -> None:
+        if isinstance(message, HostBeat):
+            beats.put_nowait(None)
+        receive(engine, message)
+
+    (connection,) = front.listener._connections
+    monkeypatch.setattr(connection.channel, "_on_message", partial(counted, connection))
+    for _ in range(6):  # twice the silence that an end tolerates
+        await asyncio.wait_for(beats.get(), TIMEOUT_S)
     assert watched.supervisor.status.state is EngineState.READY
     os.kill(engine, signal.SIGCONT)
     for turn in (first, *large):

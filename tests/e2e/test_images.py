@@ -92,6 +92,7 @@ async def test_image_stays_in_the_session(daemon: Daemon) -> None:
     assert base64.b64decode(fetched["data"]) == RED
 
 
+@pytest.mark.slow
 async def test_image_survives_kills_of_engine_and_daemon(
     daemon: Daemon, tmp_path: Path, demo_model_path: Path, projector: Path
 ) -> None:

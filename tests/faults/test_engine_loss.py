@@ -116,6 +116,7 @@ async def test_engine_kill_while_loading(echo: DaemonHarness, point: str) -> Non
         assert restarts(client) == 1, "one engine never became ready"
 
 
+@pytest.mark.slow
 async def test_second_kill_during_recovery(echo: DaemonHarness) -> None:
     """After a second kill the affected turns run alone, and all end normally."""
     async with busy_sessions(echo) as (client, recorders):
