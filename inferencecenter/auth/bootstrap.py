@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.auth.accounts_db import unusable
 from inferencecenter.auth.audit import AuditEvent
+from inferencecenter.core.private_file import write_private
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
@@ -36,21 +36,9 @@ def ensure_admin(accounts: Accounts, state_dir: Path) -> str | None:
     new = accounts.create_token(ADMIN_CLIENT, name="first run")
     path = state_dir / ADMIN_TOKEN_NAME
     try:
-        _write_private(path, new.token + "\n")
+        write_private(path, f"{new.token}\n".encode("ascii"))
     except OSError as error:
         accounts.remove_client(ADMIN_CLIENT)
         raise unusable(path, error.strerror or str(error)) from error
     accounts.audit(AuditEvent.FIRST_ADMIN, client_id=ADMIN_CLIENT, token_id=new.token_id)
     return new.token
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Replace ``path`` atomically by a file that other users can never read."""
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

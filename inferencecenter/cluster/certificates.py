@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import ssl
-import tempfile
 from typing import TYPE_CHECKING, Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from inferencecenter.core.private_file import write_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ class ClusterCertificates:
             pem = path.read_bytes()
         except FileNotFoundError:
             pem = _new_authority()
-            _write_private(path, pem)
+            write_private(path, pem)
         key = serialization.load_pem_private_key(pem, None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(f"{path} has a key of another kind")
@@ -129,16 +129,3 @@ def _load_pair(context: ssl.SSLContext, certificate: str, key: str) -> None:
         context.load_cert_chain(f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all."""
-    fd, fresh = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-        os.replace(fresh, path)  # noqa: PTH105 - atomic, and one call
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh)  # noqa: PTH108 - mkstemp returned a string
-        raise
