@@ -4,6 +4,8 @@
 #   docker build -t inferencecenter .                                  for processors
 #   docker build -t inferencecenter:cuda --build-arg BACKEND=cuda .    for NVIDIA GPUs
 #
+# EXTRAS=server,cluster adds Ray, for engines on other machines.
+#
 # CUDA_ARCHITECTURES are compute capabilities without the point, as CMake takes them: 61 is a GTX 1060. CUDA 13 does not
 # support GPUs before 75 (Turing), so the images below stay at CUDA 12.
 
@@ -32,7 +34,8 @@ COPY pyproject.toml ./
 COPY tools/llama tools/llama
 RUN /opt/inferencecenter/venv/bin/python -m tools.llama install && rm -r ~/.cache/inferencecenter
 COPY . ./
-RUN /opt/inferencecenter/venv/bin/pip install --no-cache-dir ".[server]"
+ARG EXTRAS=server
+RUN /opt/inferencecenter/venv/bin/pip install --no-cache-dir ".[${EXTRAS}]"
 
 FROM ubuntu:24.04 AS runtime-cpu
 
