@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.supervisor.model_manager import ModelEngine
+    from inferencecenter.supervisor.nodes import HostLink
     from inferencecenter.supervisor.poison_turns import Suspicion
     from inferencecenter.supervisor.process import EngineLauncher
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
@@ -767,9 +768,11 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
     ) -> Replica:
         launcher: EngineLauncher = LocalLauncher(settings.state_dir / f"engine-{replica_key(spec, index)}.lock")
         planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
+        link: Callable[[], HostLink | None] | None = None
         if spec.nodes[index] != LOCAL_NODE:
             assert cluster is not None, "the registry refuses nodes without a cluster"
-            launcher = cluster.launcher(spec, index)
+            launcher = remote = cluster.launcher(spec, index)
+            link = remote.link
             planner = RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
         if first is None:
@@ -791,10 +794,10 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
-        return Replica(supervisor, planner, rates or ReplicaRates())
+        return Replica(supervisor, planner, rates or ReplicaRates(), node=spec.nodes[index], link=link)
 
     def make(spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
-        if spec.replicas == 1:
+        if spec.nodes == (LOCAL_NODE,):
             only = make_replica(spec, 0, admit=admit, ends_with_it=ends_daemon)
             return ManagedModel(spec, only.planner, only.supervisor)
 
@@ -823,6 +826,7 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
         make=make,
         max_resident=settings.engine.max_resident,
         min_residency_s=settings.engine.min_residency_s,
+        nodes=None if cluster is None else cluster.nodes,
     )
     first = models.engine(registry.default)
     return models

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final, Self
+
+import structlog
 
 from inferencecenter.cluster.certificates import ClusterCertificates
 from inferencecenter.cluster.ray_cluster import RayCluster, RayStarter
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
+from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.supervisor.nodes import JoinedNode, NodeTable
+from inferencecenter.supervisor.process import NodeUnreachableError
 from inferencecenter.supervisor.remote import HostListener, HostRegistry, RemoteLauncher
 
 if TYPE_CHECKING:
@@ -17,8 +23,12 @@ if TYPE_CHECKING:
 
 LOST_AFTER_S: Final = 3.0
 """A machine whose host is silent for this time is lost."""
+_POLL_S: Final = 5.0
+"""Seconds between two readings of which machines have joined."""
+_MAX_POLL_S: Final = 60.0
 _CERTIFICATES: Final = "cluster"
 _HOSTS_FILE: Final = "hosts.json"
+_log = structlog.get_logger(__name__)
 
 
 class EngineCluster:
@@ -52,6 +62,9 @@ class EngineCluster:
             orphan_s=settings.orphan_s,
         )
         self._ray = RayCluster(settings.address, token_file=settings.token_file)
+        self._tasks = TaskGroup("cluster")
+        self.nodes = NodeTable()
+        """The machines."""
 
     async def __aenter__(self) -> Self:
         """Listen for hosts.
@@ -68,10 +81,28 @@ class EngineCluster:
                 hint="Set cluster.listen to an address of this machine, and cluster.port to a free port.",
                 field="cluster.listen",
             ) from error
+        self._tasks.keep_running(self._follow_nodes, name="nodes")
         return self
+
+    async def _follow_nodes(self) -> None:
+        """Read again and again which machines have joined; less often while the cluster does not answer."""
+        pause_s = _POLL_S
+        while True:
+            try:
+                joined = await self._ray.nodes()
+            except NodeUnreachableError as error:
+                if pause_s == _POLL_S:
+                    _log.warning("cluster_not_reached", reason=str(error))
+                self.nodes.update(None)
+                pause_s = min(2 * pause_s, _MAX_POLL_S)
+            else:
+                self.nodes.update({each.name: JoinedNode(each.address, each.alive) for each in joined})
+                pause_s = _POLL_S
+            await asyncio.sleep(pause_s)
 
     async def __aexit__(self, *_: object) -> None:
         """Drop the connections to hosts, which keep their engines for a while, and to the cluster."""
+        await self._tasks.cancel()
         await self._listener.close()
         await self._ray.close()
 

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 RETRY_S: Final = 0.5
 """Seconds between two attempts to connect."""
 CONNECT_TIMEOUT_S: Final = 10.0
+_RESOURCES_EVERY: Final = 5
+"""Heartbeats between two readings of the machine's memory."""
 _log = structlog.get_logger(__name__)
 
 
@@ -84,6 +86,7 @@ class FrontLink:
         self._hello = hello
         self._on_message = on_message
         self._ticks = ticks
+        self._tasks = TaskGroup("front-link")
         self._missed = 0
         self.welcome: HostWelcome | None = None
         self.channel: Channel[FromHost, ToHost] = Channel(
@@ -102,6 +105,13 @@ class FrontLink:
                 lambda: self.channel, host, port, ssl=client_context(self._ticket), server_hostname=FRONT_NAME
             )
         self.channel.send(self._hello)
+        reading = self._tasks.spawn(self._report_resources(), name="resources")
+        try:
+            await self._exchange_beats()
+        finally:
+            reading.cancel()
+
+    async def _exchange_beats(self) -> None:
         while self._missed * BEAT_S < self._ticket.lost_after_s:
             # What is not read for the engine's sake may be heartbeats.
             self._missed = 0 if self.channel.is_paused else self._missed + 1
@@ -112,6 +122,14 @@ class FrontLink:
             if self.welcome is not None:
                 self.channel.send(HostBeat(self._ticks()))
         self.channel.abort()
+
+    async def _report_resources(self) -> None:
+        """Send the machine's memory again and again. It is read in a thread: a driver may block for long."""
+        while True:
+            resources = await asyncio.to_thread(Node.resources)
+            if self.welcome is not None:
+                self.channel.send(resources)
+            await asyncio.sleep(_RESOURCES_EVERY * BEAT_S if self.welcome else BEAT_S)
 
     def _receive(self, message: ToHost) -> None:
         self._missed = 0

@@ -13,9 +13,11 @@ import platformdirs
 from inferencecenter.config.sections import EngineSettings
 from inferencecenter.config.settings import APP_NAME, GpuSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.memory import machine_memory
+from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.engine_options import EngineOptions
-from inferencecenter.ipc.link import file_digest
+from inferencecenter.ipc.link import NodeGpu, NodeResources, file_digest
 from inferencecenter.supervisor.planning import Planner
 
 if TYPE_CHECKING:
@@ -59,6 +61,19 @@ class Node:
     def lock_path(self, engine: str) -> Path:
         """Return the lock of an engine."""
         return self.directory / f"engine-{_short(engine)}.lock"
+
+    @staticmethod
+    def resources() -> NodeResources:
+        """Return the memory of this machine and of its GPUs; blocks."""
+        memory = machine_memory()
+        return NodeResources(
+            ram_used_bytes=None if memory is None else memory.used_bytes,
+            ram_total_bytes=None if memory is None else memory.total_bytes,
+            gpus=tuple(
+                NodeGpu(gpu.name or "", gpu.vram_used_bytes or 0, gpu.vram_total_bytes or 0)
+                for gpu in read_gpus().readings
+            ),
+        )
 
     def complete(self, order: StartEngine) -> EngineOptions:
         """Return the options of an engine on this machine: with its paths, and planned for its GPUs. Blocks.

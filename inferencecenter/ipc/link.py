@@ -79,6 +79,22 @@ class HostBeat(msgspec.Struct, frozen=True, tag=True):
     ticks: int = 0
 
 
+class NodeGpu(msgspec.Struct, frozen=True, array_like=True):
+    """A GPU of a machine, and its memory."""
+
+    name: str
+    used_bytes: int
+    total_bytes: int
+
+
+class NodeResources(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The memory of the host's machine, sent every few seconds; ``None`` is unknown."""
+
+    ram_used_bytes: int | None = None
+    ram_total_bytes: int | None = None
+    gpus: tuple[NodeGpu, ...] = ()
+
+
 class HostedEngineStarted(msgspec.Struct, frozen=True, tag=True):
     """The engine's process runs, perhaps since an earlier connection."""
 
@@ -140,7 +156,7 @@ class EndEngine(msgspec.Struct, frozen=True, tag=True):
     kill: bool = False
 
 
-FromHost: TypeAlias = FromEngine | HostHello | HostBeat | HostedEngineStarted | HostedEngineEnded
+FromHost: TypeAlias = FromEngine | HostHello | HostBeat | NodeResources | HostedEngineStarted | HostedEngineEnded
 ToHost: TypeAlias = ToEngine | HostWelcome | HostRefused | FrontBeat | StartEngine | EndEngine
 
 

@@ -44,7 +44,8 @@ class EngineStatus:
 
     ``load_fraction`` runs from 0 to 1; ``detail`` describes the last failure, empty when there is none. ``running`` and
     ``waiting`` count turns, ``rss_bytes`` is the child's resident memory. ``parked_sessions`` have their KV outside the
-    slots; with shared prefixes it takes ``parked_bytes``, of which ``parked_ram_bytes`` are in memory.
+    slots; with shared prefixes it takes ``parked_bytes``, of which ``parked_ram_bytes`` are in memory. ``node`` is the
+    machine of a replica.
 
     Of a model with several ``replicas`` it is the state of the most usable one, the sum of their figures, and a
     ``model`` with the slots of all.
@@ -62,6 +63,7 @@ class EngineStatus:
     parked_sessions: int = 0
     parked_bytes: int = 0
     parked_ram_bytes: int = 0
+    node: str = ""
     replicas: tuple[EngineStatus, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ from inferencecenter.protocol.values import (
     AuditRecord,
     ChatMessage,
     ClientLimits,
+    ClusterNode,
     ConnectedClient,
     DocumentScore,
     EnginePlan,
@@ -548,6 +549,13 @@ class AuditPage(Event):
     audit_lines: tuple[AuditRecord, ...] = Field(description="The page, newest first.")
     older: int | None = Field(default=None, description="Cursor: pass it as `before` to get the next page.")
     audit_events: tuple[str, ...] = Field(description="All events of the audit log.")
+
+
+class Nodes(Event):
+    """The machines that run engines."""
+
+    op: Literal["nodes"] = "nodes"
+    nodes: tuple[ClusterNode, ...] = Field(description="The machines, the daemon's own first.")
 
 
 class Draining(Event):

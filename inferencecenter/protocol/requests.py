@@ -837,6 +837,12 @@ class ReadAudit(Request):
     )
 
 
+class ListNodes(Request):
+    """List the machines that run engines, this one first; the reply is `nodes`, empty for a daemon in no cluster."""
+
+    op: Literal["list_nodes"]
+
+
 class Drain(Request):
     """Stop the daemon as SIGTERM does: `going_away` is broadcast, running turns may finish, new clients are refused.
 

@@ -609,8 +609,53 @@ class DocumentScore(Value):
     relevance_score: float = Field(description="The model's score; higher is more relevant, the scale is the model's.")
 
 
+class ClusterEngine(Value):
+    """An engine on a machine of the cluster."""
+
+    model: str = Field(description="The model.")
+    replica: int = Field(description="The number of the model's replica, from 0.")
+    state: str = Field(description="State of the engine.")
+    detail: str = Field(default="", description="What it waits for, or why it was lost, as text.")
+    load_fraction: float = Field(description="How much of the model is loaded, from 0 to 1.")
+    running: int = Field(description="Turns with a slot.")
+    waiting: int = Field(description="Turns that wait for a slot.")
+    sessions: int = Field(description="Sessions whose KV it has.")
+
+
+class ClusterGpu(Value):
+    """A GPU of a machine of the cluster."""
+
+    name: str = Field(description="The device.")
+    used_mb: float = Field(description="Memory in use by all processes, in MiB.")
+    total_mb: float = Field(description="Memory, in MiB.")
+
+
+class ClusterNode(Value):
+    """A machine that runs engines; values that are unknown are absent."""
+
+    name: str = Field(description="Its name in `nodes` of models; `local` is the daemon's own.")
+    address: str | None = Field(default=None, description="Its address, if it has joined the cluster.")
+    state: Literal["up", "down", "unknown"] = Field(
+        description="Whether it is in the cluster; `unknown` if the cluster does not answer."
+    )
+    drain: Literal["none", "draining", "drained"] = Field(
+        description="Whether its sessions are being moved to other machines, or were."
+    )
+    version: str | None = Field(default=None, description="Version of its engines.")
+    heartbeat_age_s: float | None = Field(
+        default=None, description="Seconds since the last heartbeat of any of its engines."
+    )
+    sessions: int = Field(description="Sessions whose KV is there.")
+    engines: tuple[ClusterEngine, ...] = Field(description="Its engines, loaded or not.")
+    ram_used_mb: float | None = Field(default=None, description="Main memory in use, in MiB.")
+    ram_total_mb: float | None = Field(default=None, description="Main memory, in MiB.")
+    gpus: tuple[ClusterGpu, ...] = Field(default=(), description="Its GPUs.")
+
+
 class ReplicaSummary(Value):
     """One of several engines of a model."""
+
+    node: str = Field(default="", description="Its machine, by the name in the model's `nodes`.")
 
     state: Literal["loading", "loaded", "asleep", "failed"] = Field(description="Its state.")
     detail: str = Field(default="", description="Why it was lost or could not be loaded, as text.")

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.manager import SessionManager
     from inferencecenter.sessions.store.archive import SessionLine, UsageLine
     from inferencecenter.sessions.store.recorder import PurgeKind
+    from inferencecenter.supervisor.nodes import NodeStatus
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
 UsageReader: TypeAlias = "Callable[[str, str], Sequence[UsageLine]]"
@@ -107,6 +108,10 @@ class ServedModels(ModelsPort, Protocol):
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:
         """Status of the engines of all models used so far, by model name."""
+
+    @property
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """The machines that run engines; none if the daemon is in no cluster."""
 
     def rescan(self) -> None:
         """Add models that were placed in ``models_dir``."""

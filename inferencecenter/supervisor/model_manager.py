@@ -13,22 +13,25 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.placement import MIB
 from inferencecenter.ipc.port import EngineState
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.protocol.events import Swap
 from inferencecenter.protocol.values import ModelSummary, ReplicaSummary
 from inferencecenter.supervisor.engine_options import cache_key
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.model_cache import ModelCache
+from inferencecenter.supervisor.nodes import NodeEngine
 from inferencecenter.supervisor.replica_set import ReplicaSet
 from inferencecenter.supervisor.request_queue import unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from inferencecenter.config.sections import ModelKind
     from inferencecenter.ipc.messages import EngineLimits, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.models.registry import ModelSpec, Registry
     from inferencecenter.protocol.values import EnginePlan
+    from inferencecenter.supervisor.nodes import NodeStatus, NodeTable
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -59,6 +62,25 @@ class ManagedModel:
         if isinstance(self.supervisor, ReplicaSet):
             return tuple((each.supervisor, each.planner) for each in self.supervisor.replicas)
         return ((self.supervisor, self.planner),)
+
+    @property
+    def on_nodes(self) -> Iterator[NodeEngine]:
+        """The engines with their machines."""
+        if not isinstance(self.supervisor, ReplicaSet):
+            status = self.supervisor.status
+            yield NodeEngine(
+                node=LOCAL_NODE, model=self.spec.name, replica=0, status=status, sessions=status.parked_sessions
+            )
+            return
+        for index, each in enumerate(self.supervisor.replicas):
+            yield NodeEngine(
+                node=each.node,
+                model=self.spec.name,
+                replica=index,
+                status=each.supervisor.status,
+                sessions=each.sessions,
+                link=each.link() if each.link is not None else None,
+            )
 
     def revive(self) -> None:
         """Start replicas again that failed for good; a model of which nothing serves is renewed instead."""
@@ -110,6 +132,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
 
 def _replica_summary(status: EngineStatus) -> ReplicaSummary:
     return ReplicaSummary(
+        node=status.node,
         state=_STATES.get(status.state, "asleep"),
         detail=status.detail,
         running=status.running,
@@ -130,6 +153,7 @@ class ModelManager:
         make: Builds a model from its entry; its supervisor awaits the given function before each start.
         max_resident: Models loaded at once; 0 for as many as fit.
         min_residency_s: Seconds for which a loaded model is evicted only for its own users.
+        nodes: The machines of the cluster, if the daemon is in one.
     """
 
     def __init__(
@@ -139,8 +163,10 @@ class ModelManager:
         make: Callable[[ModelSpec, Callable[[ModelEngine], Awaitable[bool]]], ManagedModel],
         max_resident: int,
         min_residency_s: float = 0.0,
+        nodes: NodeTable | None = None,
     ) -> None:
         self._registry = registry
+        self._nodes = nodes
         self._make = make
         self._default = registry.default
         self._models: dict[str, ManagedModel] = {}
@@ -193,6 +219,13 @@ class ModelManager:
     def statuses(self) -> Mapping[str, EngineStatus]:
         """The engine status of each model that was requested, by name."""
         return {name: model.supervisor.status for name, model in self._models.items()}
+
+    @property
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """The machines that run engines; none if the daemon is in no cluster."""
+        if self._nodes is None:
+            return ()
+        return self._nodes.statuses(engine for name in sorted(self._models) for engine in self._models[name].on_nodes)
 
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:

@@ -44,11 +44,13 @@ from inferencecenter.ipc.link import (
     HostWelcome,
     LinkTicket,
     ModelFile,
+    NodeResources,
     StartEngine,
     ToHost,
     file_digest,
     from_host_decoder,
 )
+from inferencecenter.supervisor.nodes import HostLink
 from inferencecenter.supervisor.process import Engine, EngineExit, NodeUnreachableError
 
 if TYPE_CHECKING:
@@ -191,6 +193,8 @@ class RemoteEngine(Engine):
         self._missed = 0
         self._hello: HostHello | None = None
         self._ticks = 0
+        self._beat_s = 0.0
+        self._resources: NodeResources | None = None
         self._on_engine_message: Callable[[FromEngine], None] | None = None
         self._on_drain: Callable[[], None] = lambda: None
         self._ended: HostedEngineEnded | None = None
@@ -212,6 +216,13 @@ class RemoteEngine(Engine):
     def hello(self) -> HostHello | None:
         """The accepted host."""
         return self._hello
+
+    @property
+    def link(self) -> HostLink | None:
+        """The connection's figures, once the host is accepted."""
+        if self._hello is None:
+            return None
+        return HostLink(time.monotonic() - self._beat_s, self._hello.version, self._resources)
 
     @property
     def is_over(self) -> bool:
@@ -287,7 +298,9 @@ class RemoteEngine(Engine):
             return
         match message:
             case HostBeat(ticks=ticks):
-                self._ticks = ticks
+                self._ticks, self._beat_s = ticks, time.monotonic()
+            case NodeResources():
+                self._resources = message
             case HostedEngineStarted(pid=pid):
                 _log.info("engine_on_host", engine=self._hello.engine, node=self._hello.node, remote_pid=pid)
             case HostedEngineEnded():
@@ -308,7 +321,7 @@ class RemoteEngine(Engine):
             _log.warning("host_refused", engine=message.engine, node=message.node, reason=answer.reason)
             self._channel.close()
             return
-        self._hello = message
+        self._hello, self._beat_s = message, time.monotonic()
         self._decoder.max_frame_bytes = MAX_FRAME_BYTES
 
 
@@ -383,6 +396,11 @@ class HostListener:
         """Return whether a host that was connected before may connect again."""
         return self._registry.may_return(engine)
 
+    def link(self, engine: str) -> HostLink | None:
+        """Return the connection of an engine's host, if there is one."""
+        connection = self._latest.get(engine)
+        return None if connection is None else connection.link
+
     async def connected(self, engine: str, *, within_s: float) -> RemoteEngine | None:
         """Wait for the host of an engine, and return its connection once; ``None`` if there is none in time."""
         with contextlib.suppress(TimeoutError):
@@ -443,6 +461,10 @@ class RemoteLauncher:
         self._engine = engine
         self._listener = listener
         self._starter = starter
+
+    def link(self) -> HostLink | None:
+        """Return the connection to the engine's host, if there is one."""
+        return self._listener.link(self._name)
 
     async def launch(
         self,

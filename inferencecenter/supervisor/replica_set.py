@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.replica_placement import (
     ASSUMED_HELD_S,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         TokensCounted,
     )
     from inferencecenter.ipc.port import EngineTurn, SessionKv
+    from inferencecenter.supervisor.nodes import HostLink
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.supervisor import Supervisor
     from inferencecenter.telemetry.engine_metrics import PlacementKind
@@ -67,12 +69,19 @@ _BY_USE: Final = (
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine of a model. ``losses`` counts its engines that were lost, and with them their KV."""
+    """One engine of a model.
+
+    ``node`` is its machine; for another machine, ``link`` returns the connection to it. ``losses`` counts its engines
+    that were lost, and with them their KV; ``sessions`` those whose KV it has.
+    """
 
     supervisor: Supervisor
     planner: Planner
     rates: ReplicaRates = field(default_factory=ReplicaRates)
+    node: str = LOCAL_NODE
+    link: Callable[[], HostLink | None] | None = None
     losses: int = 0
+    sessions: int = 0
     starting_since_s: float | None = None
 
     @property
@@ -140,7 +149,7 @@ class ReplicaSet:
     @property
     def status(self) -> EngineStatus:
         """The status of all replicas together; see ``EngineStatus``."""
-        each = tuple(replica.supervisor.status for replica in self.replicas)
+        each = tuple(replace(replica.supervisor.status, node=replica.node) for replica in self.replicas)
         first = min(each, key=lambda status: _BY_USE.index(status.state))
         return replace(
             first,
@@ -256,7 +265,8 @@ class ReplicaSet:
         for each in self.supervisors:
             each.start(asleep=asleep, after_crash=after_crash)
         self._started = True
-        self._holders.clear()  # no engine of this daemon has run a turn
+        for session_id in tuple(self._holders):
+            self._forget_holder(session_id)  # no engine of this daemon has run a turn
         self._hand_off(self.replicas[0], suspects=False)
 
     def inherit(self, model: ModelInfo | None) -> None:
@@ -322,10 +332,11 @@ class ReplicaSet:
         self._moving.discard(turn.turn_id)
         position = chosen.supervisor.submit(turn, accepted=is_moved)
         if (kv := turn.session_kv) is not None:
+            self._forget_holder(kv.session_id)
             self._holders[kv.session_id] = _KvHolder(index, chosen.losses)
-            self._holders.move_to_end(kv.session_id)
+            chosen.sessions += 1
             if len(self._holders) > _MOST_SESSIONS:
-                self._holders.popitem(last=False)
+                self._forget_holder(next(iter(self._holders)))
         self._placed(kind)
         return position
 
@@ -337,7 +348,7 @@ class ReplicaSet:
 
     def release(self, session_id: str) -> None:
         """Have the engines drop a session's KV: it may have run on several."""
-        self._holders.pop(session_id, None)
+        self._forget_holder(session_id)
         for each in self.supervisors:
             each.release(session_id)
 
@@ -389,6 +400,11 @@ class ReplicaSet:
         holder = self._holders.get(kv.session_id)
         return holder if holder is not None or kv.forked_from is None else self._holders.get(kv.forked_from)
 
+    def _forget_holder(self, session_id: str) -> None:
+        holder = self._holders.pop(session_id, None)
+        if holder is not None and holder.losses == self.replicas[holder.index].losses:
+            self.replicas[holder.index].sessions -= 1
+
     def _usable(self) -> Sequence[int]:
         """Return the replicas to choose from: those that serve, else those that will, else the first.
 
@@ -438,7 +454,7 @@ class ReplicaSet:
             case EngineState.READY:
                 self._on_ready(replica)
             case EngineState.BACKOFF | EngineState.FAILED:
-                replica.losses += 1
+                replica.losses, replica.sessions = replica.losses + 1, 0
                 replica.starting_since_s = None
                 self._on_lost(replica)
             case EngineState.SUSPENDING | EngineState.ASLEEP | EngineState.DRAINING | EngineState.STOPPED:

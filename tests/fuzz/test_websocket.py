@@ -98,6 +98,7 @@ FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
     "subscribe_log": [{"level": "warning"}],
     "unsubscribe_log": [{}],
     "list_clients": [{}],
+    "list_nodes": [{}],
     "kick": [{"client_id": "ada"}],
     "list_accounts": [{"limit": 5, "after": "ada"}],
     "create_account": [{"client_id": "eve", "scopes": ["user"], "access_limits": {"max_tokens": 5}}],

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.events import Swap
     from inferencecenter.protocol.values import EnginePlan
     from inferencecenter.sessions.journal import Journal, Record, StorageFault
+    from inferencecenter.supervisor.nodes import NodeStatus
 
 MODEL = ModelInfo(
     name="stub",
@@ -102,6 +103,7 @@ class StubEngine(CharacterTokens):
         self.kind: ModelKind = "chat"
         self.aliases: dict[str, str] = {}
         self.turns: dict[str, EngineTurn] = {}
+        self.nodes: tuple[NodeStatus, ...] = ()
         self.submitted = asyncio.Event()
         self.swaps: list[tuple[str, Callable[[Swap], None]]] = []
         self.unloaded: list[str] = []

@@ -8,8 +8,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter import __version__
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware.memory import machine_memory
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.protocol import events
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
@@ -17,6 +20,9 @@ from inferencecenter.protocol.values import (
     AccountSession,
     AccountUsage,
     AuditRecord,
+    ClusterEngine,
+    ClusterGpu,
+    ClusterNode,
     ConnectedClient,
     HistorySeries,
     UsageDay,
@@ -30,14 +36,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.api.websocket.connection import Connection
+    from inferencecenter.hardware.nvml import Gpus
     from inferencecenter.protocol import requests
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.hub import ClientSocket
     from inferencecenter.sessions.session import LiveSession
     from inferencecenter.sessions.store.archive import SessionLine, UsageLine
+    from inferencecenter.supervisor.nodes import NodeStatus
 
 
+_MIB: Final = 2**20
 _DAY_S: Final = 86_400
 _MOST_STEPS: Final = 360
 _MAX_ACCOUNT_DAYS: Final = 4000
@@ -289,6 +298,63 @@ def read_audit(connection: Connection, request: requests.ReadAudit) -> None:
 
     connection.audit(AuditEvent.AUDIT_READ)
     connection.answer_from_disk(request, read)
+
+
+def list_nodes(connection: Connection, request: requests.ListNodes) -> None:
+    """Return the machines that run engines; the memory of this one is read now."""
+    context = connection.context
+
+    async def report() -> Event:
+        gpus = await context.gpus.get()
+        return events.Nodes(nodes=tuple(_node(each, gpus) for each in context.models.nodes))
+
+    connection.answer_later(request, report)
+
+
+def _node(node: NodeStatus, local_gpus: Gpus) -> ClusterNode:
+    known = node.resources
+    if node.name == LOCAL_NODE:
+        memory = machine_memory()
+        used_bytes, total_bytes = (memory.used_bytes, memory.total_bytes) if memory else (None, None)
+        gpus = tuple(
+            ClusterGpu(name=gpu.name or "", used_mb=_mib(gpu.vram_used_bytes), total_mb=_mib(gpu.vram_total_bytes))
+            for gpu in local_gpus.readings
+        )
+    else:
+        used_bytes, total_bytes = (known.ram_used_bytes, known.ram_total_bytes) if known else (None, None)
+        gpus = tuple(
+            ClusterGpu(name=gpu.name, used_mb=_mib(gpu.used_bytes), total_mb=_mib(gpu.total_bytes))
+            for gpu in (known.gpus if known else ())
+        )
+    return ClusterNode(
+        name=node.name,
+        address=node.address,
+        state=node.state,
+        drain=node.drain,
+        version=__version__ if node.name == LOCAL_NODE else node.version,
+        heartbeat_age_s=None if node.beat_age_s is None else round(node.beat_age_s, 2),
+        sessions=node.sessions,
+        engines=tuple(
+            ClusterEngine(
+                model=engine.model,
+                replica=engine.replica,
+                state=engine.status.state.value,
+                detail=engine.status.detail,
+                load_fraction=round(engine.status.load_fraction, 2),
+                running=engine.status.running,
+                waiting=engine.status.waiting,
+                sessions=engine.sessions,
+            )
+            for engine in node.engines
+        ),
+        ram_used_mb=None if used_bytes is None else _mib(used_bytes),
+        ram_total_mb=None if total_bytes is None else _mib(total_bytes),
+        gpus=gpus,
+    )
+
+
+def _mib(n_bytes: int | None) -> float:
+    return round((n_bytes or 0) / _MIB, 1)
 
 
 def drain(connection: Connection, _request: requests.Drain) -> Event:

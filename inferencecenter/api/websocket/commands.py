@@ -466,6 +466,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "list_all_sessions": Command(administration.list_all_sessions, scope=Scope.ADMIN, in_bulk=True),
         "purge_session": Command(administration.purge_session, scope=Scope.ADMIN),
         "read_audit": Command(administration.read_audit, scope=Scope.ADMIN, in_bulk=True),
+        "list_nodes": Command(administration.list_nodes, scope=Scope.OPERATOR),
         "drain": Command(administration.drain, scope=Scope.OPERATOR),
         "ping": Command(_ping),
     }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import structlog
 
+from inferencecenter.ipc.link import NodeGpu, NodeResources
+from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
+from inferencecenter.supervisor.nodes import HostLink, NodeEngine, NodeStatus
 from inferencecenter.telemetry import logs
 from tests.api.websocket.test_administration import audit_entries, connect
 from tests.server.harness import Running, ask, receive
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from websockets.asyncio.client import ClientConnection
+
+    from tests.server.harness import StubEngine
 
 STORED = [SessionLine(f"s_{number}", "bob", "", 2, 1, 30, 5.0, 6.0, answering=False, archived=True) for number in "abc"]
 
@@ -198,3 +203,54 @@ async def test_log_is_followed_from_a_level_on(server: Running) -> None:
         log.error("unheard")
         assert (await ask(root, op="ping"))["op"] == "pong"
     assert ("root", "127.0.0.1", "") in audit_entries(server, "log_read")
+
+
+async def test_operators_list_nodes(server: Running) -> None:
+    """With what is known of them; users may not."""
+    resources = NodeResources(ram_used_bytes=2**30, ram_total_bytes=2**31, gpus=(NodeGpu("gpu", 2**20, 2**21),))
+    link = HostLink(0.123, "1.0", resources)
+    engine = NodeEngine(node="box", model="m", replica=1, status=EngineStatus(state=EngineState.READY), link=link)
+    stub = cast("StubEngine", server.context.models)
+    stub.nodes = (
+        NodeStatus(name="local", address=None, state="up"),
+        NodeStatus(
+            name="box",
+            address="10.0.0.2",
+            state="up",
+            engines=(engine,),
+            beat_age_s=link.beat_age_s,
+            version=link.version,
+            resources=resources,
+        ),
+    )
+    async with connect(server, "root", "user", "operator") as root, server.v1() as ada:
+        await receive(root)
+        await receive(ada)
+        assert (await ask(ada, op="list_nodes"))["code"] == "forbidden"
+        local, box = (await ask(root, op="list_nodes"))["nodes"]
+    assert (local["name"], local["drain"], local["engines"]) == ("local", "none", [])
+    assert local["ram_total_mb"] > 0
+    assert box == {
+        "name": "box",
+        "address": "10.0.0.2",
+        "state": "up",
+        "drain": "none",
+        "version": "1.0",
+        "heartbeat_age_s": 0.12,
+        "sessions": 0,
+        "engines": [
+            {
+                "model": "m",
+                "replica": 1,
+                "state": "ready",
+                "detail": "",
+                "load_fraction": 0.0,
+                "running": 0,
+                "waiting": 0,
+                "sessions": 0,
+            }
+        ],
+        "ram_used_mb": 1024.0,
+        "ram_total_mb": 2048.0,
+        "gpus": [{"name": "gpu", "used_mb": 1.0, "total_mb": 2.0}],
+    }

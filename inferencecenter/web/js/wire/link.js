@@ -311,7 +311,7 @@ function parse(text) {
 const REPEATABLE = new Set([
   "hello", "ping", "get_session", "list_sessions", "search_sessions", "list_models", "list_mcp_tools", "close_session", "set_metadata", "set_model",
   "unload_model", "status", "metrics", "metrics_history", "subscribe_metrics", "unsubscribe_metrics", "usage", "list_clients",
-  "list_accounts", "list_tokens", "list_pulls", "list_all_sessions", "read_audit", "list_usage",
+  "list_accounts", "list_tokens", "list_pulls", "list_nodes", "list_all_sessions", "read_audit", "list_usage",
 ]);
 
 class Pending {

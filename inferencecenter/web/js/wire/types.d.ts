@@ -345,6 +345,62 @@ export interface ClientLimits {
   models?: string[];
 }
 
+/** An engine on a machine of the cluster. */
+export interface ClusterEngine {
+  /** The model. */
+  model: string;
+  /** The number of the model's replica, from 0. */
+  replica: number;
+  /** State of the engine. */
+  state: string;
+  /** What it waits for, or why it was lost, as text. */
+  detail: string;
+  /** How much of the model is loaded, from 0 to 1. */
+  load_fraction: number;
+  /** Turns with a slot. */
+  running: number;
+  /** Turns that wait for a slot. */
+  waiting: number;
+  /** Sessions whose KV it has. */
+  sessions: number;
+}
+
+/** A GPU of a machine of the cluster. */
+export interface ClusterGpu {
+  /** The device. */
+  name: string;
+  /** Memory in use by all processes, in MiB. */
+  used_mb: number;
+  /** Memory, in MiB. */
+  total_mb: number;
+}
+
+/** A machine that runs engines; values that are unknown are absent. */
+export interface ClusterNode {
+  /** Its name in `nodes` of models; `local` is the daemon's own. */
+  name: string;
+  /** Its address, if it has joined the cluster. */
+  address?: string;
+  /** Whether it is in the cluster; `unknown` if the cluster does not answer. */
+  state: "up" | "down" | "unknown";
+  /** Whether its sessions are being moved to other machines, or were. */
+  drain: "none" | "draining" | "drained";
+  /** Version of its engines. */
+  version?: string;
+  /** Seconds since the last heartbeat of any of its engines. */
+  heartbeat_age_s?: number;
+  /** Sessions whose KV is there. */
+  sessions: number;
+  /** Its engines, loaded or not. */
+  engines: ClusterEngine[];
+  /** Main memory in use, in MiB. */
+  ram_used_mb?: number;
+  /** Main memory, in MiB. */
+  ram_total_mb?: number;
+  /** Its GPUs. */
+  gpus: ClusterGpu[];
+}
+
 /** A client with open sockets. */
 export interface ConnectedClient {
   /** The account. */
@@ -625,6 +681,8 @@ export interface PullSummary {
 
 /** One of several engines of a model. */
 export interface ReplicaSummary {
+  /** Its machine, by the name in the model's `nodes`. */
+  node: string;
   /** Its state. */
   state: "loading" | "loaded" | "asleep" | "failed";
   /** Why it was lost or could not be loaded, as text. */
@@ -1592,6 +1650,13 @@ export interface ReadAuditRequest {
   before?: number | null;
 }
 
+/** List the machines that run engines, this one first; the reply is `nodes`, empty for a daemon in no cluster. */
+export interface ListNodesRequest {
+  op: "list_nodes";
+  /** Echoed in the direct reply and in every error this frame causes. */
+  id?: string | null;
+}
+
 /**
  * Stop the daemon as SIGTERM does: `going_away` is broadcast, running turns may finish, new clients are refused.
  *
@@ -2313,6 +2378,15 @@ export interface AuditPageEvent {
   audit_events: string[];
 }
 
+/** The machines that run engines. */
+export interface NodesEvent {
+  op: "nodes";
+  /** The `id` of the frame this answers. */
+  id?: string;
+  /** The machines, the daemon's own first. */
+  nodes: ClusterNode[];
+}
+
 /** The daemon is about to stop; `going_away` follows on every socket. */
 export interface DrainingEvent {
   op: "draining";
@@ -2646,6 +2720,7 @@ export interface Requests {
   list_all_sessions: ListAllSessionsRequest;
   purge_session: PurgeSessionRequest;
   read_audit: ReadAuditRequest;
+  list_nodes: ListNodesRequest;
   drain: DrainRequest;
   ping: PingRequest;
 }
@@ -2699,6 +2774,7 @@ export interface Events {
   all_sessions: AllSessionsEvent;
   session_purged: SessionPurgedEvent;
   audit_log: AuditPageEvent;
+  nodes: NodesEvent;
   draining: DrainingEvent;
   pong: PongEvent;
   engine: EngineChangedEvent;

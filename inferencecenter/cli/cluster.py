@@ -1,0 +1,88 @@
+"""``inferencecenter cluster``: the machines that run engines for a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
+from inferencecenter.cli.output import print_json, print_rows
+from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, reach_daemon
+from inferencecenter.config.loader import load_settings
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol import events, requests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from inferencecenter.cli.reach import DaemonAccess
+    from inferencecenter.protocol.base import Request
+    from inferencecenter.protocol.values import ClusterNode
+
+_GIB: Final = 1024.0
+_COLUMNS: Final = ("node", "address", "state", "sessions", "heartbeat", "version", "memory", "GPU memory", "engines")
+
+app = typer.Typer(help="Show the machines that run engines for a daemon.", no_args_is_help=True)
+
+
+@app.command("status")
+def status(  # noqa: PLR0913 - one argument an option
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show each machine with its engines, memory, and the sessions whose KV it has."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    nodes = _exchange(
+        reach_daemon(settings, url=url, token=token, token_file=token_file), requests.ListNodes(op="list_nodes")
+    )
+    if json:
+        print_json([node.model_dump() for node in nodes])
+        return
+    if not nodes:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG, "the daemon is in no cluster", field="cluster.address", hint="Set it."
+        )
+    print_rows(_COLUMNS, map(_cells, nodes))
+
+
+def _exchange(daemon: DaemonAccess, request: Request) -> tuple[ClusterNode, ...]:
+    """Send a request whose reply is ``nodes``, and return them."""
+
+    async def exchange() -> tuple[ClusterNode, ...]:
+        async with daemon.client() as client:
+            reply = await client.request(request)
+        assert isinstance(reply, events.Nodes), "the daemon replies with nodes or an error"
+        return reply.nodes
+
+    return asyncio.run(exchange())
+
+
+def _cells(node: ClusterNode) -> Iterator[str]:
+    yield node.name
+    yield node.address or "-"
+    yield node.state if node.drain == "none" else f"{node.state}, {node.drain}"
+    yield str(node.sessions)
+    yield "-" if node.heartbeat_age_s is None else f"{node.heartbeat_age_s:.1f} s"
+    yield node.version or "-"
+    yield _memory(node.ram_used_mb, node.ram_total_mb)
+    yield ", ".join(_memory(gpu.used_mb, gpu.total_mb) for gpu in node.gpus) or "-"
+    yield "; ".join(_engines(node)) or "-"
+
+
+def _engines(node: ClusterNode) -> Iterator[str]:
+    for engine in node.engines:
+        detail = f" ({engine.detail})" if engine.detail else ""
+        yield f"{engine.model}/{engine.replica} {engine.state}{detail}"
+
+
+def _memory(used_mb: float | None, total_mb: float | None) -> str:
+    if used_mb is None or total_mb is None:
+        return "-"
+    return f"{used_mb / _GIB:.1f} of {total_mb / _GIB:.1f} GiB"

@@ -1,0 +1,115 @@
+"""The machines that run engines, as this daemon sees them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from inferencecenter.models.registry import LOCAL_NODE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from inferencecenter.ipc.link import NodeResources
+    from inferencecenter.ipc.port import EngineStatus
+
+NodeState: TypeAlias = Literal["up", "down", "unknown"]
+"""``unknown``: the cluster does not answer, and no engine there is connected."""
+DrainState: TypeAlias = Literal["none", "draining", "drained"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """The connection to an engine on another machine.
+
+    ``beat_age_s`` are the seconds since its last heartbeat. ``resources`` are those of its machine, once it sent them.
+    """
+
+    beat_age_s: float
+    version: str
+    resources: NodeResources | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEngine:
+    """An engine of a machine: the number of the replica of ``model``, and of the sessions whose KV it has."""
+
+    node: str
+    model: str
+    replica: int
+    status: EngineStatus
+    sessions: int = 0
+    link: HostLink | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """A snapshot of a machine.
+
+    ``address`` is unknown for one that has not joined. ``beat_age_s`` (the seconds since any of its engines sent a
+    heartbeat), ``version`` and ``resources`` are those of connected engines; the daemon's own machine has none of them.
+    """
+
+    name: str
+    address: str | None
+    state: NodeState
+    drain: DrainState = "none"
+    engines: tuple[NodeEngine, ...] = ()
+    beat_age_s: float | None = None
+    version: str | None = None
+    resources: NodeResources | None = None
+
+    @property
+    def sessions(self) -> int:
+        """The sessions whose KV is there."""
+        return sum(engine.sessions for engine in self.engines)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedNode:
+    """A machine as the cluster lists it."""
+
+    address: str
+    alive: bool
+
+
+class NodeTable:
+    """The machines that have joined the cluster, as it was last read."""
+
+    def __init__(self) -> None:
+        self._joined: Mapping[str, JoinedNode] = {}
+        self._is_current = False
+
+    def update(self, joined: Mapping[str, JoinedNode] | None) -> None:
+        """Replace the machines; ``None`` if the cluster does not answer."""
+        self._is_current = joined is not None
+        if joined is not None:
+            self._joined = joined
+
+    def statuses(self, engines: Iterable[NodeEngine]) -> tuple[NodeStatus, ...]:
+        """Return all machines with their engines: this one, those that have joined, and those that models name."""
+        by_node: defaultdict[str, list[NodeEngine]] = defaultdict(list)
+        for engine in engines:
+            by_node[engine.node].append(engine)
+        others = sorted((self._joined.keys() | by_node.keys()) - {LOCAL_NODE})
+        local = NodeStatus(name=LOCAL_NODE, address=None, state="up", engines=tuple(by_node[LOCAL_NODE]))
+        return (local, *(self._status(name, by_node[name]) for name in others))
+
+    def _status(self, name: str, engines: list[NodeEngine]) -> NodeStatus:
+        joined = self._joined.get(name)
+        links = sorted((engine.link for engine in engines if engine.link is not None), key=lambda link: link.beat_age_s)
+        state: NodeState = "unknown"
+        if links:
+            state = "up"
+        elif self._is_current:
+            state = "up" if joined is not None and joined.alive else "down"
+        return NodeStatus(
+            name=name,
+            address=None if joined is None else joined.address,
+            state=state,
+            engines=tuple(engines),
+            beat_age_s=links[0].beat_age_s if links else None,
+            version=links[0].version if links else None,
+            resources=next((link.resources for link in links if link.resources is not None), None),
+        )
