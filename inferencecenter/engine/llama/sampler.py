@@ -10,6 +10,7 @@ adaptive-p keep their learned state, and are seeded once, with the position at w
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 # ``llama_token_data`` of llama.h.
 _ENTRY = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+_MOST_ROWS: Final = 256
+_LEAST_ROWS: Final = 16
+"""With fewer there are so many columns that finding their largest maxima takes as long as finding the logits."""
+_COLUMNS_PER_KEPT: Final = 4
+"""With fewer columns many share one with another of the likeliest, and more than twice as many are selected."""
+_LEAST_VOCAB: Final = 16384
 _LEAST_SHARE: Final = 1e-30
 """Relative to the likeliest token's probability: less is never drawn, and underflows to 0."""
 
@@ -37,36 +44,105 @@ _LEAST_SHARE: Final = 1e-30
 class Candidates:
     """A buffer for the candidate tokens of one turn's steps.
 
-    Where few tokens are excluded, as within a text, all stay and the excluded ones get a logit of minus infinity, as in
-    llama.cpp's own constrained sampling: 0.2 ms for 152,000 tokens instead of 0.6 ms to select the others.
+    A chain that begins by keeping the k likeliest tokens gets few others: those whose logit is at least the k-th
+    largest maximum of a column, if the logits are written as the rows of a matrix. At least k logits are, and finding
+    them takes one pass without a sort: for 152,000 tokens a step of the chain takes 0.13 ms instead of 0.46 ms.
+
+    Where all tokens are needed and few of them are excluded, as within a text, all stay and the excluded ones get a
+    logit of minus infinity, as in llama.cpp's own constrained sampling: 0.2 ms instead of 0.6 ms to select the others.
 
     Args:
         n_vocab: Tokens in the vocabulary.
+        n_kept: How many of the likeliest tokens are needed; 0 stands for all.
+        biased: Tokens that are needed in any case.
     """
 
-    def __init__(self, n_vocab: int) -> None:
+    def __init__(self, n_vocab: int, *, n_kept: int = 0, biased: Sequence[int] = ()) -> None:
         self._entries = np.zeros(n_vocab, dtype=_ENTRY)
-        self._ids = np.arange(n_vocab, dtype=np.int32)
+        self._n_kept = n_kept
+        self._biased = np.array(biased, dtype=np.intp)
 
-    def fill(self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_]) -> lib.llama_token_data_array:
-        """Return the ``allowed`` tokens, at least one, in order with their logits.
+    def fill(
+        self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None = None
+    ) -> lib.llama_token_data_array:
+        """Return the ``allowed`` tokens that are needed, at least one, in order with their logits.
 
         The array is valid until the next call; the chain may modify it.
         """
-        n_vocab = len(logits)
         entries = self._entries
-        if 2 * np.count_nonzero(allowed) < n_vocab:
-            chosen = np.flatnonzero(allowed)
-            entries = entries[: len(chosen)]
-            entries["id"] = chosen
-            entries["logit"] = logits[chosen]
+        selected = self._selected(logits, allowed)
+        if selected is not None:
+            entries = entries[: len(selected)]
+            entries["id"] = selected
+            entries["logit"] = logits[selected]
         else:
-            entries["id"] = self._ids
+            entries["id"] = _all_ids(len(logits))
             entries["logit"] = logits
-            entries["logit"][np.flatnonzero(~allowed)] = -np.inf
+            if allowed is not None:
+                entries["logit"][np.flatnonzero(~allowed)] = -np.inf
         entries["p"] = 0
         data = entries.ctypes.data_as(lib.llama_token_data_p)
         return lib.llama_token_data_array(data=data, size=len(entries), selected=-1, sorted=False)
+
+    def _selected(
+        self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None
+    ) -> npt.NDArray[np.intp] | None:
+        """Return the ids of a selection that is faster to make than to do without; ``None`` stands for all tokens."""
+        if allowed is not None and 2 * np.count_nonzero(allowed) < len(logits):
+            return np.flatnonzero(allowed)
+        if not self._n_kept:
+            return None
+        if allowed is None:
+            needed = _likeliest(logits, self._n_kept)
+            needed[self._biased] = True
+        else:
+            needed = _likeliest(np.where(allowed, logits, np.float32(-np.inf)), self._n_kept)
+            needed[self._biased] = True
+            needed &= allowed
+        return np.flatnonzero(needed)
+
+
+@functools.cache
+def _all_ids(n_vocab: int) -> npt.NDArray[np.int32]:
+    return np.arange(n_vocab, dtype=np.int32)
+
+
+def n_selectable(specs: Sequence[SamplerSpec], *, n_vocab: int) -> int:
+    """Return how many of the likeliest tokens, before any bias, can be drawn; 0 if that is unknown or saves nothing.
+
+    A token that is among the ``k`` likeliest after ``b`` tokens were biased is one of those or was among the ``k + b``
+    likeliest.
+    """
+    n_biased = 0
+    for spec in specs:
+        match spec:
+            case plan.LogitBias(biases):
+                n_biased = len(biases)
+            case plan.TopK(k):
+                break
+            case plan.Greedy():
+                k = 1
+                break
+            case _:
+                return 0
+    else:
+        return 0
+    n_kept = k + n_biased
+    return n_kept if n_vocab >= _LEAST_VOCAB and _n_rows(n_vocab, n_kept) >= _LEAST_ROWS else 0
+
+
+def _n_rows(n_vocab: int, n_kept: int) -> int:
+    return min(_MOST_ROWS, n_vocab // (_COLUMNS_PER_KEPT * n_kept))
+
+
+def _likeliest(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
+    """Return a mask of the ``count`` largest logits and few others; one that is not a number counts as large."""
+    n_rows = _n_rows(len(logits), count)
+    n_columns = len(logits) // n_rows
+    largest = logits[: n_rows * n_columns].reshape(n_rows, n_columns).max(axis=0)
+    bound = np.partition(largest, -count)[-count]
+    mask: npt.NDArray[np.bool_] = logits < bound
+    return np.logical_not(mask, out=mask)
 
 
 def chosen(array: lib.llama_token_data_array) -> int:
@@ -122,7 +198,7 @@ class NativeSampler:
         self._token_text = token_text
         self._constraint = constraint
         self._banned = _banned(specs) if constraint is not None else []
-        self._candidates = None if constraint is None else Candidates(n_vocab)
+        self._candidates = self._new_candidates(specs)
         settings = lib.llama_sampler_chain_default_params()
         settings.no_perf = True
         self._chain = lib.llama_sampler_chain_init(settings)
@@ -153,10 +229,10 @@ class NativeSampler:
             raise IndexError(f"token {batch_index} of the last batch has no logits")
         logits = np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))
         self._reseed()
-        if self._constraint is None or self._candidates is None:
+        if self._candidates is None:
             token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))
         else:
-            token = self._sample_allowed(logits, self._constraint, self._candidates)
+            token = self._sample_among(self._candidates, logits)
         self._position += 1
         return Sampled(token, self._logprobs(logits, token) if self._n_probs else None)
 
@@ -189,21 +265,31 @@ class NativeSampler:
         """Return a new sampler for the next token, owned by the caller."""
         return _build(plan.seeded_at(spec, self._position), vocab=self._vocab, n_vocab=self._n_vocab)
 
-    def _sample_allowed(self, logits: npt.NDArray[np.float32], constraint: Constraint, candidates: Candidates) -> int:
-        """Do as ``llama_sampler_sample`` does, with only the allowed tokens."""
-        allowed = constraint.allowed(self._n_vocab)
-        allowed[self._banned] = False
-        if not allowed.any():
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST,
-                "logit_bias bans every token that the grammar allows next.",
-                field="params.logit_bias",
-            )
+    def _new_candidates(self, specs: Sequence[SamplerSpec]) -> Candidates | None:
+        """Return a buffer for a chain that gets a selection of the tokens; ``None`` if llama.cpp passes it all."""
+        n_kept = n_selectable(specs, n_vocab=self._n_vocab)
+        if self._constraint is None and not n_kept:
+            return None
+        return Candidates(self._n_vocab, n_kept=n_kept, biased=[token for token, _ in _biases(specs)])
+
+    def _sample_among(self, candidates: Candidates, logits: npt.NDArray[np.float32]) -> int:
+        """Do as ``llama_sampler_sample`` does, with only the tokens that the constraint allows and the chain needs."""
+        constraint, allowed = self._constraint, None
+        if constraint is not None:
+            allowed = constraint.allowed(self._n_vocab)
+            allowed[self._banned] = False
+            if not allowed.any():
+                raise InferenceCenterError(
+                    ErrorCode.INVALID_REQUEST,
+                    "logit_bias bans every token that the grammar allows next.",
+                    field="params.logit_bias",
+                )
         array = candidates.fill(logits, allowed)
         lib.llama_sampler_apply(self._chain, ctypes.byref(array))
         token = chosen(array)
         lib.llama_sampler_accept(self._chain, token)
-        constraint.accept(token)
+        if constraint is not None:
+            constraint.accept(token)
         return token
 
     def _logprobs(self, logits: npt.NDArray[np.float32], token: int) -> SampledLogprobs:
@@ -224,10 +310,13 @@ def _draws_anew(spec: SamplerSpec) -> bool:
     return isinstance(spec, plan.Dist | plan.Xtc) and spec.seed != plan.RANDOM_SEED
 
 
+def _biases(specs: Sequence[SamplerSpec]) -> list[tuple[int, float]]:
+    return [bias for spec in specs if isinstance(spec, plan.LogitBias) for bias in spec.biases]
+
+
 def _banned(specs: Sequence[SamplerSpec]) -> list[int]:
     """Return the tokens that a bias excludes."""
-    biases = (bias for spec in specs if isinstance(spec, plan.LogitBias) for bias in spec.biases)
-    return [token for token, bias in biases if bias == -np.inf]
+    return [token for token, bias in _biases(specs) if bias == -np.inf]
 
 
 def _build(spec: SamplerSpec, *, vocab: int, n_vocab: int) -> lib.llama_sampler_p:  # noqa: C901, PLR0911, PLR0912
