@@ -1,7 +1,7 @@
 """Measures the event loop's lag from a separate thread.
 
-While there are connections, the thread posts a callback to the loop every 50 ms and waits until it has run: the time in
-between is the lag. If the callback has not run after 100 ms, the thread samples what the loop executes, and as which
+While there are connections, the thread posts a callback to the loop every 200 ms and waits until it has run: the time
+in between is the lag. If the callback has not run after 100 ms, the thread samples what the loop executes, and as which
 task; one log line reports that.
 
 Lag has two causes. Either the loop's thread was busy with something that should have been bounded, sliced or moved to a
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.telemetry.instruments import Distribution
 
-INTERVAL_S: Final = 0.05
+INTERVAL_S: Final = 0.2
 SLOW_S: Final = 0.1
 BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 

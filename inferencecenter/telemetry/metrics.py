@@ -192,7 +192,7 @@ class DaemonMetrics:
         self.mcp = McpMetrics(registry)
         self.loop_lag_s = registry.histogram(
             "loop_lag_seconds",
-            "Delay of a callback on the front's event loop, measured every 50 ms while clients are connected.",
+            "Delay of a callback on the front's event loop, measured every 200 ms while clients are connected.",
             bounds=BOUNDS_S,
         ).labels()
         build = registry.gauge("build_info", "Always 1; the labels are the versions.", "version", "python")
