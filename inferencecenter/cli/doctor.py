@@ -13,6 +13,8 @@ from rich.text import Text
 
 from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, CheckResult, proxy, storage
+from inferencecenter.cli.cluster_checks import front_checks, node_checks
+from inferencecenter.cli.node import split_address
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.config.loader import load_settings, read_layers
@@ -149,8 +151,21 @@ def doctor(  # noqa: PLR0913 - one argument an option
     ram: Annotated[
         str | None, typer.Option(help="With --plan: available host memory.", metavar="SIZE", show_default=False)
     ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(help="Check this machine as a node of the cluster whose head is there.", metavar="HOST[:PORT]"),
+    ] = None,
+    front: Annotated[
+        str | None,
+        typer.Option(
+            help="With --node: where the daemon listens for hosts, if not at the head, port 6381.", metavar="HOST:PORT"
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="With --node: the cluster's token; ~/.ray/auth_token by default.")
+    ] = None,
 ) -> None:
-    """Check Python, llama.cpp, memory, files, port and GPU; the exit code is that of the first failure."""
+    """Check Python, llama.cpp, memory, files, port, GPU and cluster; the exit code is that of the first failure."""
     if plan is not None:
         show_plan(
             load_settings(config, given(state_dir=state_dir)),
@@ -162,7 +177,9 @@ def doctor(  # noqa: PLR0913 - one argument an option
         return
     if vram or ram:
         raise typer.BadParameter("--vram and --ram describe a machine for --plan MODEL.")
-    results = examine(config, state_dir)
+    if node is None and (front or token_file):
+        raise typer.BadParameter("--front and --token-file are for --node HOST.")
+    results = examine(config, state_dir) if node is None else examine_node(node, token_file, front)
     if json:
         print_json([asdict(check) for check in results])
     else:
@@ -199,4 +216,18 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
         checks.port(settings),
         *checks.unix_listener(settings),
         proxy(settings),
+        *front_checks(settings),
+    ]
+
+
+def examine_node(address: str, token_file: Path | None, front: str | None) -> list[Check]:
+    """Run the checks of a machine that runs engines for a daemon elsewhere, which needs no settings."""
+    host, port = split_address(address)
+    gpu = checks.gpu()
+    return [
+        checks.python(),
+        checks.llama_cpp(needed=True, gpu=gpu.verdict is CheckResult.OK),
+        gpu,
+        checks.cores(),
+        *node_checks(f"{host}:{port}", token_file, front),
     ]

@@ -53,8 +53,8 @@ def head(
     directory: DirectoryOption = None,
 ) -> None:
     """Start a cluster on this machine, and be its first node; the token is created where there is none."""
-    host, port = _split(address)
-    path = _token_path(token_file)
+    host, port = split_address(address)
+    path = token_path(token_file)
     if not path.exists():
         _create_token(path)
     typer.echo(f"On other machines, with a copy of {path}: inferencecenter node join {host}:{port}", err=True)
@@ -80,8 +80,8 @@ def join(
     directory: DirectoryOption = None,
 ) -> None:
     """Join a cluster, and run until the cluster or this command ends."""
-    host, port = _split(address)
-    path = _token_path(token_file)
+    host, port = split_address(address)
+    path = token_path(token_file)
     if not path.exists():
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG, f"{path} does not exist", hint="Copy the token file of the head to this machine."
@@ -119,7 +119,12 @@ def list_nodes(*, config: ConfigOption = None, json: JsonOption = False) -> None
     print_rows(["node", "address", "state"], [(n.name, n.address, "alive" if n.alive else "dead") for n in found])
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of a head's address.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``; it is none.
+    """
     host, _, port = address.partition(":")
     if not host or (port and not port.isdigit()):
         raise InferenceCenterError(
@@ -138,7 +143,8 @@ def _route_to(host: str, port: int) -> str:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, f"{host} cannot be reached: {reason_of(error)}") from error
 
 
-def _token_path(token_file: Path | None) -> Path:
+def token_path(token_file: Path | None) -> Path:
+    """Return where the cluster's token is; Ray's own default if none is given."""
     return (token_file or Path.home() / ".ray" / "auth_token").absolute()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import platformdirs
 
 from inferencecenter.config.sections import EngineSettings
@@ -17,11 +18,12 @@ from inferencecenter.hardware.memory import machine_memory
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.engine_options import EngineOptions
-from inferencecenter.ipc.link import NodeGpu, NodeResources, file_digest
+from inferencecenter.ipc.link import ModelFile, NodeGpu, NodeResources, file_digest
 from inferencecenter.supervisor.planning import Planner
 
 if TYPE_CHECKING:
-    from inferencecenter.ipc.link import ModelFile, StartEngine
+    from inferencecenter.cluster.ray_cluster import FileVerdict
+    from inferencecenter.ipc.link import StartEngine
 
 DIRECTORY_VARIABLE: Final = "INFERENCECENTER_NODE_DIR"
 """Environment variable with a node's directory, which its hosts inherit."""
@@ -106,12 +108,24 @@ class Node:
         )
         return planner.first(options)
 
+    def compare(self, file: ModelFile) -> FileVerdict:
+        """Return whether this machine has a file of the front. Blocks.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        found = self._candidates(file)
+        return "missing" if not found else "same" if any(_is_same(path, file) for path in found) else "different"
+
+    def _candidates(self, file: ModelFile) -> list[Path]:
+        """Return the files that may be one of the front's: at its path, or by its name in ``models``."""
+        return [path for path in (Path(file.path), self.models / Path(file.path).name) if path.is_file()]
+
     def _find(self, file: ModelFile) -> Path:
-        """Return where a file is on this machine: at the front's path, or by its name in ``models``."""
-        places = (Path(file.path), self.models / Path(file.path).name)
-        found = [path for path in places if path.is_file()]
+        """Return where a file is on this machine."""
+        found = self._candidates(file)
         for path in found:
-            if path.stat().st_size == file.size_bytes and file_digest(path) == file.digest:
+            if _is_same(path, file):
                 return path
         name = Path(file.path).name
         what = f"has another {name} than the daemon, in {found[0]}" if found else f"has no {name}"
@@ -120,6 +134,20 @@ class Node:
             f"The machine {os.uname().nodename} {what}.",
             hint=f"Copy the daemon's file to {self.models} on that machine.",
         )
+
+
+def _is_same(path: Path, file: ModelFile) -> bool:
+    return path.stat().st_size == file.size_bytes and file_digest(path) == file.digest
+
+
+def compare_files(files_json: bytes) -> list[FileVerdict]:
+    """Compare a list of ``ModelFile`` as JSON with the files of this machine, for ``doctor``. Blocks.
+
+    Raises:
+        OSError: A file or the node's directory cannot be read.
+    """
+    node = Node.of_environment()
+    return [node.compare(file) for file in msgspec.json.decode(files_json, type=list[ModelFile])]
 
 
 def _short(text: str) -> str:

@@ -6,11 +6,12 @@ import asyncio
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 import structlog
 
+from inferencecenter.ipc.link import ModelFile
 from inferencecenter.supervisor.process import NodeUnreachableError
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 NAMESPACE: Final = "inferencecenter"
 REQUEST_TIMEOUT_S: Final = 90.0
+PROBE_TIMEOUT_S: Final = 20.0
 _DRIVER: Final = "inferencecenter.cluster.ray_driver"
+_PROBE: Final = "inferencecenter.cluster.ray_probe"
 _MAX_REPLY_BYTES: Final = 2**20
 _log = structlog.get_logger(__name__)
 
@@ -53,19 +56,57 @@ class NodeState(msgspec.Struct, frozen=True):
     alive: bool
 
 
-class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Start a host on a node, in place of an earlier one of the engine, or only list the nodes."""
+FileVerdict: TypeAlias = Literal["same", "different", "missing"]
 
-    op: Literal["start", "nodes"]
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine reports about itself for ``doctor``; only ``error`` if it cannot be asked.
+
+    Its clock is ``clock_offset_s`` before this machine's, known to ``clock_error_s``. ``files`` are the verdicts on
+    those of the request, in their order, none from another version. ``unreachable`` says why it cannot connect to the
+    daemon's listener, empty if it can.
+    """
+
+    name: str
+    version: str = ""
+    llama_cpp: str = ""
+    clock_offset_s: float = 0.0
+    clock_error_s: float = 0.0
+    files: tuple[FileVerdict, ...] = ()
+    unreachable: str = ""
+    error: str = ""
+
+
+class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Start a host on a node, in place of an earlier one of the engine, list the nodes, or examine all of them.
+
+    To be examined are ``files``, and whether ``listener`` can be reached.
+    """
+
+    op: Literal["start", "nodes", "examine"]
     engine: str = ""
     node: str = ""
     ticket: str = ""
+    files: tuple[ModelFile, ...] = ()
+    listener: tuple[str, int] | None = None
 
 
 class RayReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes, or why the request failed."""
+    """The nodes, and what was found out about them, or why the request failed."""
 
     nodes: tuple[NodeState, ...] = ()
+    facts: tuple[NodeFacts, ...] = ()
+    error: str = ""
+
+
+class ProbeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the head answers a process that is no node: its nodes, or an error.
+
+    With ``refused`` it refuses the token, or its absence.
+    """
+
+    nodes: tuple[NodeState, ...] = ()
+    refused: bool = False
     error: str = ""
 
 
@@ -90,6 +131,16 @@ class RayCluster:
             NodeUnreachableError: The cluster cannot be reached.
         """
         return (await self._request(RayRequest(op="nodes"))).nodes
+
+    async def examine(
+        self, *, files: tuple[ModelFile, ...] = (), listener: tuple[str, int] | None = None
+    ) -> tuple[NodeFacts, ...]:
+        """Return what the machines that have joined report about themselves; see ``RayRequest``.
+
+        Raises:
+            NodeUnreachableError: The cluster cannot be reached.
+        """
+        return (await self._request(RayRequest(op="examine", files=files, listener=listener))).facts
 
     async def start_host(self, node: str, ticket: LinkTicket) -> None:
         """Start a host on a machine, in place of an earlier one of the same engine.
@@ -151,6 +202,37 @@ class RayCluster:
         with suppress(ProcessLookupError):
             driver.kill()
         await driver.wait()
+
+
+async def probe_head(address: str, *, token_file: Path | None, authenticates: bool = True) -> ProbeReply:
+    """Return what the head answers to a process with the token, or without one."""
+    environment = ray_environment(token_file)
+    if not authenticates:
+        environment = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH_TOKEN")}
+        environment["RAY_AUTH_MODE"] = "disabled"
+    probe = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        _PROBE,
+        address,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=environment,
+    )
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            output, _ = await probe.communicate()
+    except TimeoutError:
+        return ProbeReply(error=f"no reply within {PROBE_TIMEOUT_S:g} s")
+    finally:
+        with suppress(ProcessLookupError):
+            probe.kill()
+        await probe.wait()
+    lines = [line for line in output.splitlines() if line.startswith(b"{")]
+    if not lines:
+        return ProbeReply(error="Ray cannot be used")
+    return msgspec.json.decode(lines[-1], type=ProbeReply)
 
 
 class RayStarter:

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import msgspec
 import ray
 
-from inferencecenter.cluster.ray_cluster import NAMESPACE, NodeState, RayReply, RayRequest, node_resource
+from inferencecenter.cluster.ray_cluster import NAMESPACE, NodeFacts, NodeState, RayReply, RayRequest, node_resource
 
 _START_TIMEOUT_S: Final = 60.0
 _GONE_TIMEOUT_S: Final = 10.0
-
+_REACH_TIMEOUT_S: Final = 5.0
+_CLOCK_READINGS: Final = 3
+_MOST_EXAMINED: Final = 64
 
 _UNWANTED = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Variables that Ray sets for workers which have reserved neither cores nor GPUs."""
@@ -46,6 +51,73 @@ class HostActor:
     def _end_with(host: subprocess.Popen[bytes]) -> None:
         host.wait()
         os._exit(0)
+
+
+class ExaminingActor:
+    """The Ray actor that reports facts about its machine. Its code comes from the driver, whose version may differ."""
+
+    def facts(self, files: bytes, listener: tuple[str, int] | None) -> dict[str, Any]:
+        """Return the fields of ``NodeFacts`` but the clock; ``files`` are a list of ``ModelFile`` as JSON."""
+        import inferencecenter  # noqa: PLC0415 - that of the actor's machine
+
+        found: dict[str, Any] = {"version": inferencecenter.__version__, "llama_cpp": "", "unreachable": ""}
+        with suppress(PackageNotFoundError):
+            found["llama_cpp"] = version("llama-cpp-python")
+        try:
+            from inferencecenter.cluster.node import compare_files  # noqa: PLC0415 - as above
+        except ImportError:
+            found["files"] = ()
+        else:
+            found["files"] = compare_files(files)
+        if listener is not None:
+            try:
+                socket.create_connection(listener, timeout=_REACH_TIMEOUT_S).close()
+            except OSError as error:
+                found["unreachable"] = error.strerror or str(error)
+        return found
+
+    def now(self) -> float:
+        """Return the time of its clock."""
+        return time.time()
+
+
+def _examine(request: RayRequest) -> tuple[NodeFacts, ...]:
+    """Ask all nodes at once, then their clocks one after the other."""
+    names = sorted({node.name for node in _nodes() if node.alive})[:_MOST_EXAMINED]
+    files = msgspec.json.encode(request.files)
+    actors: dict[str, Any] = {
+        name: ray.remote(ExaminingActor).options(num_cpus=0, resources={node_resource(name): 0.001}).remote()
+        for name in names
+    }
+    asked = {name: actor.facts.remote(files, request.listener) for name, actor in actors.items()}
+    until_s = time.monotonic() + _START_TIMEOUT_S
+    found = []
+    for name, actor in actors.items():
+        try:
+            facts = ray.get(asked[name], timeout=max(0.1, until_s - time.monotonic()))
+            offset_s, error_s = _compare_clock(actor)
+            found.append(NodeFacts(name=name, clock_offset_s=offset_s, clock_error_s=error_s, **facts))
+        except Exception as error:  # noqa: BLE001 - a border: Ray raises many kinds
+            found.append(NodeFacts(name=name, error=_last_line(error)))
+        ray.kill(actor)
+    return tuple(found)
+
+
+def _compare_clock(actor: Any) -> tuple[float, float]:
+    """Return how far the clock of an actor's machine is ahead, and half the round trip, by which that may be wrong."""
+    measured = []
+    for _ in range(_CLOCK_READINGS):
+        before_s = time.time()
+        there_s = ray.get(actor.now.remote(), timeout=_REACH_TIMEOUT_S)
+        after_s = time.time()
+        error_s = abs(after_s - before_s) / 2
+        measured.append((error_s, there_s - before_s - error_s))
+    error_s, offset_s = min(measured)
+    return offset_s, error_s
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
 
 
 def _nodes() -> tuple[NodeState, ...]:
@@ -101,9 +173,10 @@ def main() -> int:
         try:
             if request.op == "start":
                 _start(request)
-            reply = RayReply(nodes=_nodes())
+            facts = _examine(request) if request.op == "examine" else ()
+            reply = RayReply(nodes=_nodes(), facts=facts)
         except Exception as error:  # noqa: BLE001 - a border: Ray raises many kinds
-            reply = RayReply(error=str(error).strip().splitlines()[-1] if str(error).strip() else repr(error))
+            reply = RayReply(error=_last_line(error))
         sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
     return 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -229,3 +231,37 @@ async def test_missing_node_is_waited_for(cluster: Cluster, tmp_path: Path) -> N
         assert "no node three is in the cluster" in daemon.log.read_text()
         cluster.add("three")
         await until_ready(daemon)
+
+
+def test_doctor_examines_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """On the front and on a node it finds a good cluster good, a wrong token, and a node that has not joined."""
+    env = {
+        **os.environ,
+        **cluster.daemon_settings("local", "two"),
+        "INFERENCECENTER_STATE_DIR": str(tmp_path / "state"),
+    }
+    good = doctor(env)
+    assert {name: check["verdict"] for name, check in good.items() if re.match("cluster|node", name)} == {
+        "cluster token": "ok",
+        "cluster listener": "ok",
+        "cluster head": "ok",
+        "cluster authentication": "ok",
+        "node one": "ok",
+        "node two": "ok",
+    }
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong")
+    wrong.chmod(0o600)
+    as_node = doctor(env, "--node", cluster.address, "--token-file", str(wrong))
+    assert as_node["cluster head"]["verdict"] == "failed"
+    assert "refuses the token" in as_node["cluster head"]["detail"]
+    config = Path(env["INFERENCECENTER_CONFIG"])
+    config.write_text(config.read_text().replace("'two'", "'two', 'three'"))
+    assert doctor(env)["node three"]["detail"] == "has not joined"
+
+
+def doctor(environment: dict[str, str], *options: str) -> dict[str, dict[str, str]]:
+    """Return the checks of ``doctor`` by name."""
+    command = [sys.executable, "-m", "inferencecenter", "doctor", "--json", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    return {check["name"]: check for check in json.loads(done.stdout)}
