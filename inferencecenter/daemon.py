@@ -102,10 +102,9 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.supervisor.model_manager import ModelEngine
-    from inferencecenter.supervisor.nodes import HostLink
+    from inferencecenter.supervisor.nodes import HostConnection
     from inferencecenter.supervisor.poison_turns import Suspicion
     from inferencecenter.supervisor.process import EngineLauncher
-    from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.metrics import McpMetrics
     from inferencecenter.telemetry.otlp import Traces
 
@@ -468,7 +467,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     models = make_models(
         settings,
         prepared.registry,
-        metrics=metrics.engines,
+        metrics=metrics,
         live_sessions=live_sessions,
         pixels=prepared.images.pixels,
         cluster=prepared.cluster,
@@ -725,7 +724,7 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
     settings: Settings,
     registry: Registry,
     *,
-    metrics: EngineMetrics,
+    metrics: DaemonMetrics,
     live_sessions: Callable[[], Collection[str]],
     pixels: Callable[[str], Awaitable[bytes | None]] | None = None,
     cluster: EngineCluster | None = None,
@@ -768,17 +767,16 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
     ) -> Replica:
         launcher: EngineLauncher = LocalLauncher(settings.state_dir / f"engine-{replica_key(spec, index)}.lock")
         planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
-        link: Callable[[], HostLink | None] | None = None
+        host: HostConnection | None = None
         if spec.nodes[index] != LOCAL_NODE:
             assert cluster is not None, "the registry refuses nodes without a cluster"
-            launcher = remote = cluster.launcher(spec, index)
-            link = remote.link
+            launcher = host = cluster.launcher(spec, index)
             planner = RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
         if first is None:
             # A wrong GPU setting is to end the daemon, so the first model is planned now; others when they are loaded.
             options = planner.first(options)
-        meter = StepMeter(metrics, model=spec.name)
+        meter = StepMeter(metrics.engines, metrics.nodes, model=spec.name, node=spec.nodes[index])
         supervisor = Supervisor(
             options,
             live_sessions=live_sessions,
@@ -791,10 +789,11 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
             suspicion_file=suspicion_file,
             suspicions=suspicions,
             launcher=launcher,
+            node=spec.nodes[index],
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
-        return Replica(supervisor, planner, rates or ReplicaRates(), node=spec.nodes[index], link=link)
+        return Replica(supervisor, planner, rates or ReplicaRates(), host=host)
 
     def make(spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
         if spec.nodes == (LOCAL_NODE,):
@@ -818,7 +817,7 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
                     ends_with_it=lambda _: ends_daemon(replica_set),
                 )
             )
-        replica_set = ReplicaSet(replicas, placed=metrics.placement_counter(spec.name))
+        replica_set = ReplicaSet(replicas, placed=metrics.engines.placement_counter(spec.name))
         return ManagedModel(spec, replicas[0].planner, replica_set)
 
     models = ModelManager(

@@ -215,6 +215,9 @@ class EmbeddingJob:
             case Cancelled():
                 self._end(self._out_of_quota() if self._quota_is_used_up else None)
 
+    def on_placed(self, node: str) -> None:
+        """Do nothing: it is not traced."""
+
     def on_delay(self, seconds: float) -> None:
         """Do nothing: there is no event for it."""
 

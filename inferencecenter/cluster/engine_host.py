@@ -14,6 +14,7 @@ import asyncio
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -120,7 +121,7 @@ class FrontLink:
                     await self.channel.lost()
                     return
             if self.welcome is not None:
-                self.channel.send(HostBeat(self._ticks()))
+                self.channel.send(HostBeat(self._ticks(), time.monotonic()))
         self.channel.abort()
 
     async def _report_resources(self) -> None:

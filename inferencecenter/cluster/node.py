@@ -14,16 +14,16 @@ import platformdirs
 from inferencecenter.config.sections import EngineSettings
 from inferencecenter.config.settings import APP_NAME, GpuSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.memory import machine_memory
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.engine_options import EngineOptions
-from inferencecenter.ipc.link import ModelFile, NodeGpu, NodeResources, file_digest
+from inferencecenter.ipc.link import ModelFile, file_digest
+from inferencecenter.supervisor.nodes import machine_resources
 from inferencecenter.supervisor.planning import Planner
 
 if TYPE_CHECKING:
     from inferencecenter.cluster.ray_cluster import FileVerdict
-    from inferencecenter.ipc.link import StartEngine
+    from inferencecenter.ipc.link import NodeResources, StartEngine
 
 DIRECTORY_VARIABLE: Final = "INFERENCECENTER_NODE_DIR"
 """Environment variable with a node's directory, which its hosts inherit."""
@@ -66,16 +66,8 @@ class Node:
 
     @staticmethod
     def resources() -> NodeResources:
-        """Return the memory of this machine and of its GPUs; blocks."""
-        memory = machine_memory()
-        return NodeResources(
-            ram_used_bytes=None if memory is None else memory.used_bytes,
-            ram_total_bytes=None if memory is None else memory.total_bytes,
-            gpus=tuple(
-                NodeGpu(gpu.name or "", gpu.vram_used_bytes or 0, gpu.vram_total_bytes or 0)
-                for gpu in read_gpus().readings
-            ),
-        )
+        """Return the memory of this machine, and its GPUs; blocks."""
+        return machine_resources(read_gpus())
 
     def complete(self, order: StartEngine) -> EngineOptions:
         """Return the options of an engine on this machine: with its paths, and planned for its GPUs. Blocks.

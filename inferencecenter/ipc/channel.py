@@ -31,6 +31,10 @@ class Channel(asyncio.Protocol, Generic[Sent, Received]):
         on_drain: Called on the event loop when there is room again; must not raise.
         window_bytes: Unread bytes beyond which there is no room.
         max_unread_bytes: Unread bytes beyond which the channel gives up.
+
+    Attributes:
+        sent_bytes: Bytes of the sent frames, without encryption.
+        received_bytes: Bytes received.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class Channel(asyncio.Protocol, Generic[Sent, Received]):
         self._transport: asyncio.Transport | None = None
         self._fault = ""
         self._lost = asyncio.Event()
+        self.sent_bytes = 0
+        self.received_bytes = 0
 
     @property
     def has_room(self) -> bool:
@@ -73,6 +79,7 @@ class Channel(asyncio.Protocol, Generic[Sent, Received]):
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(frame)
+        self.sent_bytes += len(frame)
         unread = self._transport.get_write_buffer_size()
         if unread > self._max_unread_bytes:
             self.give_up(f"the engine left {unread} bytes unread")
@@ -122,6 +129,7 @@ class Channel(asyncio.Protocol, Generic[Sent, Received]):
 
     def data_received(self, data: bytes) -> None:
         """Deliver the complete messages."""
+        self.received_bytes += len(data)
         try:
             messages = self._decoder.feed(data)
         except FramingError as error:

@@ -74,21 +74,24 @@ class HostHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class HostBeat(msgspec.Struct, frozen=True, tag=True):
-    """The host is there; ``ticks`` is its engine's progress counter."""
+    """The host is there; ``ticks`` is its engine's progress counter, ``monotonic_s`` its machine's monotonic clock."""
 
     ticks: int = 0
+    monotonic_s: float = 0.0
 
 
 class NodeGpu(msgspec.Struct, frozen=True, array_like=True):
-    """A GPU of a machine, and its memory."""
+    """A GPU of a machine: its memory, and what NVML reports of its state."""
 
     name: str
     used_bytes: int
     total_bytes: int
+    utilization_percent: float | None = None
+    temperature_c: float | None = None
 
 
 class NodeResources(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The memory of the host's machine, sent every few seconds; ``None`` is unknown."""
+    """The memory and the GPUs of the host's machine, sent every few seconds; ``None`` is unknown."""
 
     ram_used_bytes: int | None = None
     ram_total_bytes: int | None = None

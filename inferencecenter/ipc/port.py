@@ -122,6 +122,9 @@ class EngineTurn(Protocol):
         embeddings ``EmbeddingDone``, ``Failed`` or ``Cancelled``.
         """
 
+    def on_placed(self, node: str) -> None:
+        """Handle the choice of a machine, before ``submission`` is called for an engine there."""
+
     def on_delay(self, seconds: float) -> None:
         """Handle a delay of at least this long, because other models occupy the memory."""
 

@@ -628,6 +628,8 @@ class ClusterGpu(Value):
     name: str = Field(description="The device.")
     used_mb: float = Field(description="Memory in use by all processes, in MiB.")
     total_mb: float = Field(description="Memory, in MiB.")
+    utilization: float | None = Field(default=None, description="Share of time in which it was busy, in percent.")
+    temp: float | None = Field(default=None, description="Degrees Celsius.")
 
 
 class ClusterNode(Value):

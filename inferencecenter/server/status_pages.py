@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Final
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final, get_args
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -15,15 +16,17 @@ from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import SLOWDOWN_NAMES
 from inferencecenter.hardware.process_usage import read_usage
 from inferencecenter.ipc.port import EngineState
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import event_factory
 from inferencecenter.server.handshake import check_query, read_credential, refusal_body, refusal_headers
 from inferencecenter.server.listener import OLLAMA_KEY
+from inferencecenter.supervisor.nodes import DrainState, NodeState, machine_resources
 from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from prometheus_client import Gauge
     from prometheus_client.registry import Collector
@@ -31,11 +34,14 @@ if TYPE_CHECKING:
 
     from inferencecenter.hardware.nvml import GpuReading, Gpus
     from inferencecenter.hardware.process_usage import ProcessUsage
+    from inferencecenter.ipc.link import NodeResources
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.handshake import PeerInfo
+    from inferencecenter.supervisor.nodes import NodeStatus
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.metrics import DaemonMetrics, MachineMetrics
+    from inferencecenter.telemetry.node_metrics import NodeMetrics
 
 
 PROXY_NOT_TRUSTED: Final = "not_trusted"
@@ -155,6 +161,7 @@ class MetricsPage:
         show_engines(metrics.engines, engines)
         show_processes(metrics.machine, engines)
         show_gpus(metrics.machine, gpus)
+        show_nodes(metrics.nodes, engines, context.models.nodes, gpus)
         encode, media_type = _encoder(accept)
         # On the event loop, where all of it is counted: a thread would only contend for the interpreter.
         return encode(metrics.registry), media_type
@@ -195,6 +202,65 @@ def _show_replica(metrics: EngineMetrics, model: str, index: str, status: Engine
     metrics.replica_running_turns.labels(model, index).set(status.running)
     metrics.replica_waiting_turns.labels(model, index).set(status.waiting)
     metrics.replica_restarts.labels(model, index).value = status.restarts
+
+
+def show_nodes(
+    metrics: NodeMetrics, engines: Mapping[str, EngineStatus], nodes: Sequence[NodeStatus], gpus: Gpus
+) -> None:
+    """Update the metrics of machines: of the engines' own, of the cluster's, if there is one, and of the GPUs here."""
+    metrics.clear()
+    for model, status in engines.items():
+        by_node: defaultdict[str, list[EngineStatus]] = defaultdict(list)
+        for each in status.replicas or (status,):
+            by_node[each.node or LOCAL_NODE].append(each)
+        for node, statuses in by_node.items():
+            _show_node_engines(metrics, label_text(node), label_text(model), statuses)
+    _show_resources(metrics, LOCAL_NODE, machine_resources(gpus))
+    for machine in nodes:
+        _show_node(metrics, machine)
+
+
+def _show_node_engines(metrics: NodeMetrics, node: str, model: str, statuses: Sequence[EngineStatus]) -> None:
+    metrics.engines_ready.labels(node, model).set(sum(each.serves for each in statuses))
+    metrics.running_turns.labels(node, model).set(sum(each.running for each in statuses))
+    metrics.waiting_turns.labels(node, model).set(sum(each.waiting for each in statuses))
+    metrics.parked_sessions.labels(node, model).set(sum(each.parked_sessions for each in statuses))
+    in_ram = sum(each.parked_ram_bytes for each in statuses)
+    metrics.parked_bytes.labels(node, model, "ram").set(in_ram)
+    metrics.parked_bytes.labels(node, model, "disk").set(sum(each.parked_bytes for each in statuses) - in_ram)
+    metrics.engine_restarts.labels(node, model).value = sum(each.restarts for each in statuses)
+
+
+def _show_node(metrics: NodeMetrics, node: NodeStatus) -> None:
+    label = label_text(node.name)
+    for state in get_args(NodeState):
+        metrics.state.labels(label, state).set(node.state == state)
+    for drain in get_args(DrainState):
+        metrics.drain.labels(label, drain).set(node.drain == drain)
+    metrics.sessions.labels(label).set(node.sessions)
+    if node.name == LOCAL_NODE:
+        return
+    if node.beat_age_s is not None:
+        metrics.heartbeat_age_s.labels(label).set(node.beat_age_s)
+    metrics.link_sent_bytes.labels(label).value = node.traffic.sent_bytes
+    metrics.link_received_bytes.labels(label).value = node.traffic.received_bytes
+    metrics.link_reconnects.labels(label).value = node.traffic.reconnects
+    if node.resources is not None:
+        _show_resources(metrics, label, node.resources)
+
+
+def _show_resources(metrics: NodeMetrics, node: str, resources: NodeResources) -> None:
+    if resources.ram_used_bytes is not None and resources.ram_total_bytes is not None:
+        metrics.memory_used_bytes.labels(node).set(resources.ram_used_bytes)
+        metrics.memory_total_bytes.labels(node).set(resources.ram_total_bytes)
+    for number, gpu in enumerate(resources.gpus):
+        labels = (node, str(number))
+        metrics.gpu_memory_used_bytes.labels(*labels).set(gpu.used_bytes)
+        metrics.gpu_memory_total_bytes.labels(*labels).set(gpu.total_bytes)
+        if gpu.utilization_percent is not None:
+            metrics.gpu_utilization_percent.labels(*labels).set(gpu.utilization_percent)
+        if gpu.temperature_c is not None:
+            metrics.gpu_temperature_c.labels(*labels).set(gpu.temperature_c)
 
 
 def show_processes(metrics: MachineMetrics, engines: Mapping[str, EngineStatus]) -> None:

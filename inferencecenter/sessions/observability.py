@@ -10,6 +10,7 @@ import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
+from inferencecenter.models.registry import LOCAL_NODE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +30,10 @@ _log = structlog.get_logger("turn")
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """A turn that ended. ``finish`` is the wire's ``finish_reason``, or the error code of a failed turn."""
+    """A turn that ended, on the machine ``node``.
+
+    ``finish`` is the wire's ``finish_reason``, or the error code of a failed turn.
+    """
 
     client_id: str
     session_id: str
@@ -37,6 +41,7 @@ class TurnRecord:
     model: str
     finish: str
     stats: TurnStats
+    node: str = LOCAL_NODE
 
 
 class TurnObserver(Protocol):
@@ -195,6 +200,7 @@ class TurnMetrics:
             session=record.session_id,
             turn=record.turn_id,
             model=record.model,
+            **({} if record.node == LOCAL_NODE else {"node": record.node}),
             queue_ms=stats.queue_ms,
             ttft_ms=stats.ttft_ms,
             tokens=stats.tokens,
@@ -246,6 +252,9 @@ class TurnSpan(Protocol):
     def set_attributes(self, figures: SpanAttributes) -> None:
         """Set the attributes of the request."""
 
+    def set_node(self, node: str) -> None:
+        """Set the machine of the turn, and of the stages that are added from now on."""
+
     def add_stages(self, stages: Iterable[TraceStage]) -> None:
         """Add the stages measured by the engine."""
 
@@ -273,6 +282,9 @@ class NullTracer:
         return self
 
     def set_attributes(self, figures: SpanAttributes) -> None:
+        """Do nothing."""
+
+    def set_node(self, node: str) -> None:
         """Do nothing."""
 
     def add_stages(self, stages: Iterable[TraceStage]) -> None:

@@ -624,7 +624,9 @@ class LiveSession:
         self._prune_mcp_calls()
         if not self.config.store:
             self._count_usage(record.remaining_usage())
-        self._services.metrics.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
+        self._services.metrics.turn_ended(
+            outcome.record(self.config, turn.turn_id, model=turn.spec.model, node=turn.node)
+        )
 
     def turn_broken(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
         """Return to idle after a turn that an internal error ended, and publish its failure."""
@@ -651,7 +653,9 @@ class LiveSession:
         self._events.publish(error, record)
         if not self.config.store:
             self._count_usage(spent)
-        self._services.metrics.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
+        self._services.metrics.turn_ended(
+            outcome.record(self.config, turn.turn_id, model=turn.spec.model, node=turn.node)
+        )
 
     def _usage_record(self, turn: Turn) -> UsageRecorded:
         return UsageRecorded(client_id=self.config.client_id, token_id=turn.spec.token_id, at=self._services.clock())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.images import ImageRef
 from inferencecenter.ipc.messages import Submit
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.protocol.values import TurnStats
 from inferencecenter.sessions.context import PRIORITY_RANK, bound_max_tokens, check_model
@@ -181,7 +182,7 @@ class TurnOutcome:
     stop: str | None = None
     warnings: tuple[str, ...] = ()
 
-    def record(self, config: SessionConfig, turn_id: str, *, model: str) -> TurnRecord:
+    def record(self, config: SessionConfig, turn_id: str, *, model: str, node: str) -> TurnRecord:
         """Return the record of the ended turn for metrics and the log."""
         return TurnRecord(
             client_id=config.client_id,
@@ -190,6 +191,7 @@ class TurnOutcome:
             model=model,
             finish=self.finish,
             stats=self.stats,
+            node=node,
         )
 
 
@@ -206,6 +208,7 @@ class Turn:
     Attributes:
         turn_id: Its id, which no change of ``spec`` changes.
         counted_tokens: Tokens of the answer whose usage is recorded before the end of the turn.
+        node: The machine of its last engine.
     """
 
     def __init__(
@@ -231,6 +234,7 @@ class Turn:
         self.out_of_quota = False
         self.counted_tokens = 0
         self.trace: TurnSpan = NullTracer()
+        self.node = LOCAL_NODE
         self._state = TurnState.QUEUED
         self._measured_here = restored is not None
         self._texts = [text] if text else []
@@ -333,6 +337,11 @@ class Turn:
         self.assembler = assembler_for(
             self.output_spec, self.assembler, turn_id=self.turn_id, text=self._text, n_tokens=self.n_tokens
         )
+
+    def place(self, node: str) -> None:
+        """Record the machine of the engine that is to run the turn."""
+        self.node = node
+        self.trace.set_node(node)
 
     def start(self, event: Started, *, now: float) -> int:
         """Handle the assignment of a slot; ``event`` contains the tokens of the prompt.

@@ -206,6 +206,11 @@ class TurnRunner:
                 _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
 
     @_contained
+    def on_placed(self, node: str) -> None:
+        """Record the machine of the engine that is to run the turn."""
+        self.turn.place(node)
+
+    @_contained
     def on_delay(self, seconds: float) -> None:
         """Publish the minimum delay until the turn's model can be loaded."""
         if self.turn.state is TurnState.QUEUED:

@@ -45,10 +45,12 @@ class LoadProgress:
 
     Args:
         monotonic: Monotonic clock in seconds.
+        log: Where it is logged.
     """
 
-    def __init__(self, *, monotonic: Callable[[], float]) -> None:
+    def __init__(self, *, monotonic: Callable[[], float], log: structlog.stdlib.BoundLogger = _log) -> None:
         self._monotonic = monotonic
+        self._log = log
         self._logged_at = 0.0
         self._offloads = False
         self._refusal: LoadFailed | None = None
@@ -71,18 +73,18 @@ class LoadProgress:
         now = self._monotonic()
         if now - self._logged_at >= _LOGGED_EVERY_S:
             self._logged_at = now
-            _log.info("model_loading", percent=round(message.fraction * 100))
+            self._log.info("model_loading", percent=round(message.fraction * 100))
         return True
 
     def refuse(self, message: LoadFailed) -> None:
         """Record and log why the model could not be loaded."""
-        _log.error("model_not_loaded", code=message.code, reason=message.message, hint=message.hint)
+        self._log.error("model_not_loaded", code=message.code, reason=message.message, hint=message.hint)
         self._refusal = message
 
 
-def log_ready(model: ModelInfo) -> None:
+def log_ready(model: ModelInfo, *, log: structlog.stdlib.BoundLogger) -> None:
     """Log the loaded model and its parameters."""
-    _log.info(
+    log.info(
         "engine_ready",
         model=model.name,
         slots=model.slots,
@@ -92,8 +94,10 @@ def log_ready(model: ModelInfo) -> None:
     )
 
 
-def with_fewer_layers(options: EngineOptions, known: ModelInfo | None) -> EngineOptions:
+def with_fewer_layers(
+    options: EngineOptions, known: ModelInfo | None, *, log: structlog.stdlib.BoundLogger = _log
+) -> EngineOptions:
     """Return the options to try after a GPU ran out of memory, and log the change."""
     layers = fewer_layers(options.n_gpu_layers, known.n_layers if known else None)
-    _log.warning("engine_uses_fewer_layers", n_gpu_layers=layers, before=options.n_gpu_layers)
+    log.warning("engine_uses_fewer_layers", n_gpu_layers=layers, before=options.n_gpu_layers)
     return options.replace(n_gpu_layers=layers)

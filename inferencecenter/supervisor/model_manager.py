@@ -19,7 +19,7 @@ from inferencecenter.protocol.values import ModelSummary, ReplicaSummary
 from inferencecenter.supervisor.engine_options import cache_key
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.model_cache import ModelCache
-from inferencecenter.supervisor.nodes import NodeEngine
+from inferencecenter.supervisor.nodes import LinkTraffic, NodeEngine
 from inferencecenter.supervisor.replica_set import ReplicaSet
 from inferencecenter.supervisor.request_queue import unavailable
 
@@ -79,7 +79,8 @@ class ManagedModel:
                 replica=index,
                 status=each.supervisor.status,
                 sessions=each.sessions,
-                link=each.link() if each.link is not None else None,
+                link=each.host.link if each.host is not None else None,
+                traffic=each.host.traffic if each.host is not None else LinkTraffic(),
             )
 
     def revive(self) -> None:

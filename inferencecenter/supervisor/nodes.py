@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from inferencecenter.hardware.memory import machine_memory
+from inferencecenter.ipc.link import NodeGpu, NodeResources
 from inferencecenter.models.registry import LOCAL_NODE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from inferencecenter.ipc.link import NodeResources
+    from inferencecenter.hardware.nvml import Gpus
     from inferencecenter.ipc.port import EngineStatus
 
 NodeState: TypeAlias = Literal["up", "down", "unknown"]
@@ -31,6 +33,37 @@ class HostLink:
     resources: NodeResources | None
 
 
+@dataclass(frozen=True, slots=True)
+class LinkTraffic:
+    """What the connections to an engine have carried, in bytes before encryption, and how often they were made again.
+
+    It includes connections that were lost, so that it only grows.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    reconnects: int = 0
+
+    def __add__(self, other: LinkTraffic) -> LinkTraffic:
+        return LinkTraffic(
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+            self.reconnects + other.reconnects,
+        )
+
+
+class HostConnection(Protocol):
+    """The connections to the hosts of an engine on another machine."""
+
+    @property
+    def link(self) -> HostLink | None:
+        """The connection, if there is one."""
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        """What all connections have carried."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEngine:
     """An engine of a machine: the number of the replica of ``model``, and of the sessions whose KV it has."""
@@ -41,6 +74,7 @@ class NodeEngine:
     status: EngineStatus
     sessions: int = 0
     link: HostLink | None = None
+    traffic: LinkTraffic = LinkTraffic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +99,11 @@ class NodeStatus:
         """The sessions whose KV is there."""
         return sum(engine.sessions for engine in self.engines)
 
+    @property
+    def traffic(self) -> LinkTraffic:
+        """What the connections to its engines have carried."""
+        return sum((engine.traffic for engine in self.engines), LinkTraffic())
+
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
@@ -72,6 +111,25 @@ class JoinedNode:
 
     address: str
     alive: bool
+
+
+def machine_resources(gpus: Gpus) -> NodeResources:
+    """Return the main memory of this machine, and its GPUs as they were read."""
+    memory = machine_memory()
+    return NodeResources(
+        ram_used_bytes=None if memory is None else memory.used_bytes,
+        ram_total_bytes=None if memory is None else memory.total_bytes,
+        gpus=tuple(
+            NodeGpu(
+                gpu.name or "",
+                gpu.vram_used_bytes or 0,
+                gpu.vram_total_bytes or 0,
+                gpu.utilization_percent,
+                gpu.temperature_c,
+            )
+            for gpu in gpus.readings
+        ),
+    )
 
 
 class NodeTable:

@@ -370,9 +370,9 @@ async def _read_pipe(process: subprocess.Popen[bytes]) -> tuple[asyncio.ReadTran
     return transport, stream
 
 
-def log_line(message: LogLine) -> None:
+def log_line(message: LogLine, *, log: structlog.stdlib.BoundLogger) -> None:
     """Log a line of the engine under the name of its logger there."""
-    _log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)
+    log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)
 
 
 class EngineLauncher(Protocol):

@@ -19,6 +19,7 @@ import hmac
 import os
 import secrets
 import time
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -50,7 +51,8 @@ from inferencecenter.ipc.link import (
     file_digest,
     from_host_decoder,
 )
-from inferencecenter.supervisor.nodes import HostLink
+from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, StepOutput
+from inferencecenter.supervisor.nodes import HostLink, LinkTraffic
 from inferencecenter.supervisor.process import Engine, EngineExit, NodeUnreachableError
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.config.sections import EngineSettings
     from inferencecenter.ipc.engine_options import EngineOptions
-    from inferencecenter.ipc.messages import FromEngine
+    from inferencecenter.ipc.messages import FromEngine, TurnEvent
 
 HELLO_TIMEOUT_S: Final = 10.0
 """How long a connection may take to say which host it is."""
@@ -68,6 +70,7 @@ MAX_STRANGERS: Final = 64
 START_TIMEOUT_S: Final = 120.0
 """How long a new host may take to connect."""
 _KEY_BYTES: Final = 32
+_CLOCK_BEATS: Final = 60
 _log = structlog.get_logger(__name__)
 
 
@@ -174,6 +177,39 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+class ClockTranslation:
+    """Translates times of another machine's monotonic clock, in which an engine there measures stages, to this one's.
+
+    A heartbeat arrives later than it was sent, so the difference of the clocks is at most what it shows. The least of
+    the last ``_CLOCK_BEATS`` is taken: clocks drift apart by up to milliseconds a minute.
+    """
+
+    def __init__(self) -> None:
+        self._differences_s: deque[float] = deque(maxlen=_CLOCK_BEATS)
+
+    def update(self, *, here_s: float, there_s: float) -> None:
+        """Take the time of a heartbeat that has just arrived."""
+        self._differences_s.append(here_s - there_s)
+
+    def translate(self, step: StepOutput) -> StepOutput:
+        """Return a step whose stages have times of this machine's clock; most steps have no stages."""
+        if not any(getattr(event, "stages", ()) or getattr(event, "end", None) for event in step.events):
+            return step
+        return msgspec.structs.replace(step, events=tuple(map(self._translate, step.events)))
+
+    def _translate(self, event: TurnEvent) -> TurnEvent:
+        if isinstance(event, ContextFull) and event.end is not None:
+            return msgspec.structs.replace(event, end=self._translate(event.end))
+        if isinstance(event, Started | Finished | Failed) and event.stages:
+            shift_s = min(self._differences_s, default=0.0)
+            stages = tuple(
+                msgspec.structs.replace(each, began_s=each.began_s + shift_s, ended_s=each.ended_s + shift_s)
+                for each in event.stages
+            )
+            return msgspec.structs.replace(event, stages=stages)
+        return event
+
+
 class RemoteEngine(Engine):
     """An engine behind the connection of its host.
 
@@ -194,6 +230,7 @@ class RemoteEngine(Engine):
         self._hello: HostHello | None = None
         self._ticks = 0
         self._beat_s = 0.0
+        self._clock = ClockTranslation()
         self._resources: NodeResources | None = None
         self._on_engine_message: Callable[[FromEngine], None] | None = None
         self._on_drain: Callable[[], None] = lambda: None
@@ -223,6 +260,11 @@ class RemoteEngine(Engine):
         if self._hello is None:
             return None
         return HostLink(time.monotonic() - self._beat_s, self._hello.version, self._resources)
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        """What the connection has carried."""
+        return LinkTraffic(self._channel.sent_bytes, self._channel.received_bytes)
 
     @property
     def is_over(self) -> bool:
@@ -297,8 +339,9 @@ class RemoteEngine(Engine):
             self._on_hello(message)
             return
         match message:
-            case HostBeat(ticks=ticks):
+            case HostBeat(ticks=ticks, monotonic_s=there_s):
                 self._ticks, self._beat_s = ticks, time.monotonic()
+                self._clock.update(here_s=self._beat_s, there_s=there_s)
             case NodeResources():
                 self._resources = message
             case HostedEngineStarted(pid=pid):
@@ -309,7 +352,7 @@ class RemoteEngine(Engine):
             case HostHello():
                 self.disconnect("a second hello")
             case _ if self._on_engine_message is not None:
-                self._on_engine_message(message)
+                self._on_engine_message(self._clock.translate(message) if type(message) is StepOutput else message)
 
     def _on_hello(self, message: FromHost) -> None:
         if not isinstance(message, HostHello):
@@ -347,6 +390,8 @@ class HostListener:
         self._connections: set[RemoteEngine] = set()
         self._latest: dict[str, RemoteEngine] = {}
         self._unclaimed: set[RemoteEngine] = set()
+        self._traffic: defaultdict[str, LinkTraffic] = defaultdict(LinkTraffic)
+        self._known: set[str] = set()
         self._changed = asyncio.Event()
         self._tasks = TaskGroup("host-listener")
 
@@ -401,6 +446,11 @@ class HostListener:
         connection = self._latest.get(engine)
         return None if connection is None else connection.link
 
+    def traffic(self, engine: str) -> LinkTraffic:
+        """Return what the connections to an engine's hosts have carried."""
+        open_now = (each.traffic for each in self._connections if each.hello and each.hello.engine == engine)
+        return sum(open_now, self._traffic[engine])
+
     async def connected(self, engine: str, *, within_s: float) -> RemoteEngine | None:
         """Wait for the host of an engine, and return its connection once; ``None`` if there is none in time."""
         with contextlib.suppress(TimeoutError):
@@ -426,10 +476,12 @@ class HostListener:
         finally:
             self._connections.discard(connection)
             self._unclaimed.discard(connection)
-            if (hello := connection.hello) is not None and self._latest.get(hello.engine) is connection:
-                del self._latest[hello.engine]
-                if connection.is_over:
-                    self._registry.end(hello.engine)
+            if (hello := connection.hello) is not None:
+                self._traffic[hello.engine] += connection.traffic
+                if self._latest.get(hello.engine) is connection:
+                    del self._latest[hello.engine]
+                    if connection.is_over:
+                        self._registry.end(hello.engine)
 
     def _admit(self, connection: RemoteEngine, hello: HostHello) -> HostWelcome | HostRefused:
         if hello.version != __version__:
@@ -439,6 +491,9 @@ class HostListener:
             return HostRefused("another host has taken its place, or its ticket was used")
         if (last := self._latest.get(hello.engine)) is not None:
             last.disconnect("its host has connected again")
+        if hello.engine in self._known:
+            self._traffic[hello.engine] += LinkTraffic(reconnects=1)
+        self._known.add(hello.engine)
         self._latest[hello.engine] = connection
         self._unclaimed.add(connection)
         self._changed.set()
@@ -462,9 +517,15 @@ class RemoteLauncher:
         self._listener = listener
         self._starter = starter
 
+    @property
     def link(self) -> HostLink | None:
-        """Return the connection to the engine's host, if there is one."""
+        """The connection to the engine's host, if there is one."""
         return self._listener.link(self._name)
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        """What the connections to the engine's hosts have carried."""
+        return self._listener.traffic(self._name)
 
     async def launch(
         self,

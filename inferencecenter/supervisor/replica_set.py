@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.replica_placement import (
     ASSUMED_HELD_S,
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
         TokensCounted,
     )
     from inferencecenter.ipc.port import EngineTurn, SessionKv
-    from inferencecenter.supervisor.nodes import HostLink
+    from inferencecenter.supervisor.nodes import HostConnection
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.supervisor import Supervisor
     from inferencecenter.telemetry.engine_metrics import PlacementKind
@@ -71,18 +70,22 @@ _BY_USE: Final = (
 class Replica:
     """One engine of a model.
 
-    ``node`` is its machine; for another machine, ``link`` returns the connection to it. ``losses`` counts its engines
-    that were lost, and with them their KV; ``sessions`` those whose KV it has.
+    For another machine, ``host`` has the connection to it. ``losses`` counts its engines that were lost, and with them
+    their KV; ``sessions`` those whose KV it has.
     """
 
     supervisor: Supervisor
     planner: Planner
     rates: ReplicaRates = field(default_factory=ReplicaRates)
-    node: str = LOCAL_NODE
-    link: Callable[[], HostLink | None] | None = None
+    host: HostConnection | None = None
     losses: int = 0
     sessions: int = 0
     starting_since_s: float | None = None
+
+    @property
+    def node(self) -> str:
+        """Its machine."""
+        return self.supervisor.node
 
     @property
     def state(self) -> EngineState:
@@ -149,7 +152,7 @@ class ReplicaSet:
     @property
     def status(self) -> EngineStatus:
         """The status of all replicas together; see ``EngineStatus``."""
-        each = tuple(replace(replica.supervisor.status, node=replica.node) for replica in self.replicas)
+        each = tuple(replica.supervisor.status for replica in self.replicas)
         first = min(each, key=lambda status: _BY_USE.index(status.state))
         return replace(
             first,

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.ipc.messages import ContextFull, Failed, Finished, TokenDelta
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import StepOutput, StepStats
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.telemetry.engine_metrics import EngineMeters, EngineMetrics
+    from inferencecenter.telemetry.node_metrics import NodeMeters, NodeMetrics
 
 _TOKEN_BYTES: Final = 4
 _LAST: Final = (Finished, Failed, ContextFull)
@@ -26,13 +28,24 @@ class StepMeter:
 
     Args:
         metrics: Where the steps are recorded.
+        nodes: Where those of a machine are.
         model: The model's name.
+        node: The machine of the engines.
         monotonic: Monotonic clock in seconds.
     """
 
-    def __init__(self, metrics: EngineMetrics, *, model: str, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        nodes: NodeMetrics,
+        *,
+        model: str,
+        node: str = LOCAL_NODE,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._model = label_text(model)
         self._meters = metrics.of(model)
+        self._node_meters = nodes.of(node, model)
         self._monotonic = monotonic
         self._last_token_s: dict[str, float] = {}
 
@@ -66,8 +79,18 @@ class StepMeter:
         if n_alike:
             meters.inter_token_s.observe(now - since_s, n_alike)
         meters.tokens.value += n_bytes // _TOKEN_BYTES
+        self._node_meters.tokens.value += n_bytes // _TOKEN_BYTES
         if (work := step.work) is not None:
             _count(work, meters)
+            _count_on_node(work, self._node_meters)
+
+
+def _count_on_node(work: StepStats, meters: NodeMeters) -> None:
+    if work.rows or work.prefill_tokens:
+        meters.steps.value += 1
+        meters.decode_s.value += work.decode_s
+        meters.prefill_s.value += work.prefill_s
+        meters.prefill_tokens.value += work.prefill_tokens
 
 
 def _count(work: StepStats, meters: EngineMeters) -> None:

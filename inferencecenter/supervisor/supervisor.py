@@ -31,6 +31,7 @@ from inferencecenter.ipc.messages import (
     TokensCounted,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.supervisor.engine_status import LoadProgress, StatusListeners, log_ready, with_fewer_layers
 from inferencecenter.supervisor.lifecycle import (
     EngineDemand,
@@ -103,6 +104,7 @@ class Supervisor:
         suspicion_file: Stores the suspected turns for the next daemon; ``None`` stores nothing.
         suspicions: The suspected turns, shared with other replicas of the model; ``None`` for own ones.
         launcher: Starts the engines; children without a lock if ``None``.
+        node: The machine on which it does.
         jitter: Returns numbers from 0 to 1.
         monotonic: Monotonic clock in seconds.
     """
@@ -121,10 +123,13 @@ class Supervisor:
         suspicion_file: PoisonTurnStore | None = None,
         suspicions: dict[str, Suspicion] | None = None,
         launcher: EngineLauncher | None = None,
+        node: str = LOCAL_NODE,
         jitter: Callable[[], float] = random.random,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
+        self.node = node
+        self._log = _log if node == LOCAL_NODE else _log.bind(node=node)
         self._backoff = RestartBackoff(
             min_s=options.restart_backoff_min_s, max_s=options.restart_backoff_max_s, random=jitter
         )
@@ -163,7 +168,7 @@ class Supervisor:
         self._state = EngineState.STOPPED
         self._process: Engine | None = None
         self._model: ModelInfo | None = None
-        self._progress = LoadProgress(monotonic=monotonic)
+        self._progress = LoadProgress(monotonic=monotonic, log=self._log)
         self._load_failure: InferenceCenterError | None = None
         self._given_up = False
         self._refused = False
@@ -189,6 +194,7 @@ class Supervisor:
         """The engine's status; the model stays known while the engine restarts."""
         return EngineStatus(
             state=self._state,
+            node=self.node,
             model=self._model,
             pid=self._process.pid if self._process else None,
             load_fraction=self._progress.fraction,
@@ -419,6 +425,7 @@ class Supervisor:
         position = max(0, len(self._turns) + 1 - self.slots)
         if position > self._options.max_queue and not accepted:
             raise queue_full(self._options.max_queue)
+        turn.on_placed(self.node)
         is_submitted = self._turns.add(turn, accepted=accepted)
         self._users.add(turn.client_id)
         self._watch()
@@ -517,7 +524,7 @@ class Supervisor:
             return False
         # A border: admission depends on files, devices, and engines that are evicted.
         except Exception:  # noqa: BLE001
-            _log.exception("engine_not_admitted")
+            self._log.exception("engine_not_admitted")
             self._refuse(InferenceCenterError(ErrorCode.INTERNAL))
             return False
         self._refused = False
@@ -545,7 +552,7 @@ class Supervisor:
             return
         if self._model is None and not self._restarts:
             self._detail = refusal.message
-            _log.error("model_not_loaded", code=refusal.code.value, reason=refusal.message, hint=refusal.hint)
+            self._log.error("model_not_loaded", code=refusal.code.value, reason=refusal.message, hint=refusal.hint)
             self._load_failure = refusal
         else:
             self._detail = f"{refusal.message} It is retried until that has changed."
@@ -559,7 +566,7 @@ class Supervisor:
         ready_s = 0.0 if self._ready_since is None else self._monotonic() - self._ready_since
         self._ready_since = None
         self._retry_s = self._backoff.after_failure(ready_s=ready_s)
-        _log.warning(event, delay_s=round(self._retry_s, 2), detail=self._detail)
+        self._log.warning(event, delay_s=round(self._retry_s, 2), detail=self._detail)
 
     async def _pause(self, seconds: float) -> None:
         """Wait, at most until the supervisor stops."""
@@ -569,7 +576,7 @@ class Supervisor:
 
     def _idle(self, ended: EngineExit) -> None:
         self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
-        _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
+        self._log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
         self._change(EngineChange.ENDED)
 
     async def _drain(self, timeout_s: float | None) -> None:
@@ -582,7 +589,7 @@ class Supervisor:
                 await self._until(lambda: not self.busy or self._state is not EngineState.READY)
         except TimeoutError:
             self._turns.hold()
-            _log.info("turns_wait_for_another_model", running=self._gauges.running)
+            self._log.info("turns_wait_for_another_model", running=self._gauges.running)
 
     def _has_left(self, state: EngineState) -> bool:
         return self._state is not state
@@ -606,7 +613,7 @@ class Supervisor:
         except (OSError, EngineLockError) as error:
             return EngineExit(f"the engine cannot be started: {error}")
         self._process = process
-        _log.info("engine_started", pid=process.pid, backend=self._options.backend)
+        self._log.info("engine_started", pid=process.pid, backend=self._options.backend)
         if self._stop_requested.is_set():
             process.close()
         load_timer = asyncio.get_running_loop().call_later(self._options.load_timeout_s, self._give_up_loading, process)
@@ -635,12 +642,12 @@ class Supervisor:
             self._give_up()
             return
         if was_loading and ended.by_itself and self._progress.may_lack_gpu_memory(self._options):
-            self._options = with_fewer_layers(self._options, self._model)
+            self._options = with_fewer_layers(self._options, self._model, log=self._log)
         else:
             # A machine that cannot be reached is tried for ever: its engine has done nothing wrong.
             self._given_up = not ended.unreachable and not self._budget.take(now=self._monotonic())
         if self._given_up:
-            _log.error("engine_given_up", restarts=self._restarts, detail=ended.detail)
+            self._log.error("engine_given_up", restarts=self._restarts, detail=ended.detail)
             self._give_up()
             return
         self._back_off("engine_restarts")
@@ -676,7 +683,7 @@ class Supervisor:
             case StepOutput():
                 self._step(message)
             case LogLine():
-                log_line(message)
+                log_line(message, log=self._log)
             case Loading():
                 if self._progress.advance(message):
                     self._listeners.notify(self.status)
@@ -701,7 +708,7 @@ class Supervisor:
         if self._on_step is not None:
             self._on_step(message)
         if self._queue_watch.should_warn(message.waiting):
-            _log.warning("queue_long", waiting=message.waiting, running=message.running)
+            self._log.warning("queue_long", waiting=message.waiting, running=message.running)
         for event in message.events:
             self._turns.on_engine_event(event)
 
@@ -712,7 +719,7 @@ class Supervisor:
         self._users = set(self.users)
         self._loads += 1
         self._demand.fulfill()
-        log_ready(model)
+        log_ready(model, log=self._log)
         self._change(EngineChange.LOADED)
         if self._live_sessions is not None:
             self._process.channel.send(RetainSessions(tuple(self._live_sessions())))
@@ -733,12 +740,12 @@ class Supervisor:
 
     def _on_hang(self) -> None:
         if self._process is not None:
-            _log.error("engine_hangs", pid=self._process.pid, no_progress_s=self._options.hang_timeout_s)
+            self._log.error("engine_hangs", pid=self._process.pid, no_progress_s=self._options.hang_timeout_s)
             self._process.kill(because=f"the engine made no progress for {self._options.hang_timeout_s:g} s")
 
     def _change(self, change: EngineChange) -> None:
         self._state = ENGINE.next(self._state, change)
-        _log.debug("engine_state", state=self._state.value, change=change.value)
+        self._log.debug("engine_state", state=self._state.value, change=change.value)
         self._watch()
         self._listeners.notify(self.status)
 

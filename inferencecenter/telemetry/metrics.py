@@ -14,6 +14,7 @@ from inferencecenter.core.errors import ErrorCode
 from inferencecenter.telemetry.engine_metrics import EngineMetrics
 from inferencecenter.telemetry.instruments import BoundedLabel, Gauges, MetricRegistry, label_text
 from inferencecenter.telemetry.loop_monitor import BOUNDS_S
+from inferencecenter.telemetry.node_metrics import NodeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -188,6 +189,7 @@ class DaemonMetrics:
             "part",
         )
         self.engines = EngineMetrics(registry)
+        self.nodes = NodeMetrics(registry)
         self.machine = MachineMetrics(registry)
         self.mcp = McpMetrics(registry)
         self.loop_lag_s = registry.histogram(

@@ -39,6 +39,7 @@ _SEND_TIMEOUT_S: Final = 5.0
 _WARN_EVERY_S: Final = 60.0
 _PATH: Final = "/v1/traces"
 _NS_PER_S: Final = 1_000_000_000
+_NODE: Final = "inferencecenter.node"
 
 Figures: TypeAlias = "Mapping[str, str | bool | int | float | tuple[str, ...]]"
 
@@ -130,15 +131,22 @@ class OtlpTurnTrace:
         self._engine = engine
         self._epoch_ns = epoch_ns
         self._monotonic = monotonic
+        self._node = ""
 
     def set_attributes(self, figures: Figures) -> None:
         self._span.set_attributes(figures)
+
+    def set_node(self, node: str) -> None:
+        self._node = node
+        self._span.set_attribute(_NODE, node)
 
     def add_stages(self, stages: Iterable[SpanStage]) -> None:
         for stage in stages:
             span = self._engine.start_span(
                 stage.name, set_span_in_context(self._span, Context()), start_time=self._at(stage.began_s)
             )
+            if self._node:
+                span.set_attribute(_NODE, self._node)
             if stage.tokens:
                 span.set_attribute("inferencecenter.tokens", stage.tokens)
             span.end(self._at(stage.ended_s))

@@ -16,6 +16,7 @@ from inferencecenter.cluster.certificates import FRONT_NAME, ClusterCertificates
 from inferencecenter.ipc.framing import encode
 from inferencecenter.ipc.link import MAX_HELLO_BYTES, HostBeat, HostHello, HostRefused, HostWelcome, to_host_decoder
 from inferencecenter.ipc.messages import LogLine
+from inferencecenter.supervisor.nodes import LinkTraffic
 from inferencecenter.supervisor.remote import HostListener, HostRegistry
 from tests.supervisor.harness import TIMEOUT_S
 
@@ -183,3 +184,23 @@ def test_private_files(tmp_path: Path) -> None:
     HostRegistry(tmp_path / "hosts.json").issue("a")
     for path in (tmp_path / "cluster", tmp_path / "cluster" / "authority.pem", tmp_path / "hosts.json"):
         assert path.stat().st_mode & 0o077 == 0
+
+
+async def test_traffic_outlives_connections(listener: HostListener) -> None:
+    """Bytes are counted over all connections of an engine, and each but the first is made again."""
+    assert listener.traffic("m/0") == LinkTraffic()
+    ticket = listener.ticket("m/0")
+    peer = await Peer.connect(ticket)
+    welcome = await peer.exchange(hello(ticket))
+    assert isinstance(welcome, HostWelcome)
+    first = listener.traffic("m/0")
+    assert first.sent_bytes >= len(encode(welcome))
+    assert first.received_bytes == len(encode(hello(ticket)))
+    assert first.reconnects == 0
+    again = await Peer.connect(ticket)
+    await again.exchange(hello(ticket, key=welcome.resume_key))
+    second = listener.traffic("m/0")
+    assert second.sent_bytes > first.sent_bytes
+    assert second.received_bytes >= first.received_bytes + len(encode(hello(ticket, key=welcome.resume_key)))
+    assert second.reconnects == 1
+    assert listener.traffic("other/0") == LinkTraffic()

@@ -62,13 +62,16 @@ def engine_pids(log: Path) -> list[int]:
 
 @pytest.mark.slow
 async def test_turns_run_on_a_host(front: Front) -> None:
-    """The engine is no child of this process."""
-    watched = await ready(front)
+    """The engine is no child of this process; its log lines and turns have its machine."""
+    with capture_logs() as logs:
+        watched = await ready(front, node="box2")
+    assert {line["node"] for line in logs if line["event"] in ("engine_started", "engine_ready")} == {"box2"}
     turns = [watched.submit(f"t{n}", f"count {n}") for n in range(5)]
     for n, turn in enumerate(turns):
         await end_of(turn)
-        assert (turn.text, turn.submissions) == (answer(n), 1)
+        assert (turn.text, turn.submissions, turn.nodes) == (answer(n), 1, ["box2"])
     assert watched.supervisor.status.pid is None
+    assert watched.supervisor.status.node == "box2"
     await watched.supervisor.stop()
 
 

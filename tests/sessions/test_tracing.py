@@ -38,10 +38,15 @@ class RecordingTrace:
     stages: list[TraceStage] = field(default_factory=list)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ends: list[str | None] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)
 
     def set_attributes(self, figures: SpanAttributes) -> None:
         """Record the attributes."""
         self.figures |= figures
+
+    def set_node(self, node: str) -> None:
+        """Record the machine."""
+        self.nodes.append(node)
 
     def add_stages(self, stages: Iterable[TraceStage]) -> None:
         """Record the stages."""

@@ -22,6 +22,7 @@ from inferencecenter.ipc.messages import (
     TurnEvent,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus, SessionKv
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.protocol.params import Params, encode
 from inferencecenter.supervisor.process import LocalLauncher
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -63,6 +64,7 @@ class RecordingTurn:
     submissions: int = 0
     interruptions: int = 0
     recalls: int = 0
+    nodes: list[str] = field(default_factory=list)
     delays_s: list[float] = field(default_factory=list)
     was_delayed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -105,6 +107,10 @@ class RecordingTurn:
             self.spoke.set()
         if isinstance(event, Terminal):
             self.ended.set()
+
+    def on_placed(self, node: str) -> None:
+        """Record the machine."""
+        self.nodes.append(node)
 
     def on_delay(self, seconds: float) -> None:
         """Record the delay."""
@@ -153,6 +159,7 @@ class ObservedSupervisor:
         crash_limit: CrashLimit | None = None,
         lock_path: Path | None = None,
         launcher: EngineLauncher | None = None,
+        node: str = LOCAL_NODE,
         **options: object,
     ) -> None:
         base: dict[str, object] = {
@@ -174,6 +181,7 @@ class ObservedSupervisor:
             ends_with_it=ends_with_it,
             admit=admit,
             crash_limit=crash_limit,
+            node=node,
             launcher=launcher or LocalLauncher(lock_path),
         )
         self.left.append(self)

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.ipc.link import NodeGpu, NodeResources
+from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, StepOutput, TokenDelta, TraceStage
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.supervisor.nodes import HostLink, JoinedNode, NodeEngine, NodeTable
+from inferencecenter.supervisor.nodes import (
+    HostLink,
+    JoinedNode,
+    LinkTraffic,
+    NodeEngine,
+    NodeTable,
+    machine_resources,
+)
+from inferencecenter.supervisor.remote import ClockTranslation
+from tests.supervisor.test_step_metrics import FINISHED
+
+if TYPE_CHECKING:
+    from inferencecenter.ipc.messages import TurnEvent
 
 READY = EngineStatus(state=EngineState.READY)
 RESOURCES = NodeResources(ram_used_bytes=1, ram_total_bytes=2, gpus=(NodeGpu("gpu", 3, 4),))
@@ -44,3 +63,61 @@ def test_unreachable_cluster_says_nothing_about_nodes() -> None:
     table.update(None)
     _, box = table.statuses([])
     assert (box.address, box.state) == ("10.0.0.2", "unknown")
+
+
+def test_traffic_of_a_node_is_that_of_its_engines() -> None:
+    """A lost connection counts on."""
+    engines = [replace(engine("box", each), traffic=LinkTraffic(1, 20, 1)) for each in range(2)]
+    _, box = NodeTable().statuses(engines)
+    assert box.traffic == LinkTraffic(2, 40, 2)
+    assert LinkTraffic() + LinkTraffic(1, 2, 3) == LinkTraffic(1, 2, 3)
+
+
+def test_stages_get_times_of_this_machine() -> None:
+    """The least difference of the latest heartbeats counts: others were sent earlier than it seems."""
+    clock = ClockTranslation()
+    stages = (TraceStage("queue", 1000.0, 1001.5), TraceStage("prefill", 1001.5, 1002.0, 7))
+    finished = msgspec.structs.replace(FINISHED, turn_id="t", stages=stages)
+    delta = TokenDelta("t", b"", "x")
+    plain = step(delta)
+    assert clock.translate(plain) is plain
+    for late_s in (0.5, 0.25, 2.0):
+        clock.update(here_s=100.0 + late_s, there_s=1000.0)
+    for event in (
+        Started("t", b"", 0, stages),
+        finished,
+        Failed(turn_id="t", code="internal", message="", stages=stages),
+        ContextFull(turn_id="t", n_tokens=9, end=finished),
+    ):
+        same, moved = clock.translate(step(delta, event)).events
+        assert same == delta
+        moved = moved.end or moved if isinstance(moved, ContextFull) else moved
+        assert isinstance(moved, Started | Finished | Failed)
+        assert [(each.began_s, each.ended_s, each.tokens) for each in moved.stages] == [
+            (100.25, 101.75, 0),
+            (101.75, 102.25, 7),
+        ]
+
+
+def test_old_heartbeats_are_dropped() -> None:
+    """Clocks drift apart, so that a small difference of long ago means nothing."""
+    clock = ClockTranslation()
+    clock.update(here_s=0.0, there_s=0.0)
+    for second in range(100):
+        clock.update(here_s=second + 1.0, there_s=second)
+    (event,) = clock.translate(step(Started("t", b"", 0, (TraceStage("queue", 5.0, 6.0),)))).events
+    assert isinstance(event, Started)
+    assert event.stages[0].began_s == 6.0
+
+
+def test_gpus_of_this_machine_are_read() -> None:
+    """What NVML does not report is unknown."""
+    reading = GpuReading(name="GTX", vram_used_bytes=1, vram_total_bytes=2, temperature_c=60.0)
+    found = machine_resources(Gpus((reading, GpuReading())))
+    assert found.gpus == (NodeGpu("GTX", 1, 2, None, 60.0), NodeGpu("", 0, 0))
+    assert found.ram_total_bytes
+
+
+def step(*events: TurnEvent) -> StepOutput:
+    """Return a step with these events."""
+    return StepOutput(events, running=1, waiting=0, rss_bytes=1)

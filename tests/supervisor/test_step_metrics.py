@@ -48,7 +48,7 @@ class Bench:
     def __init__(self, model: str = "demo") -> None:
         self.metrics = DaemonMetrics()
         self.now = 100.0
-        self.meter = StepMeter(self.metrics.engines, model=model, monotonic=lambda: self.now)
+        self.meter = StepMeter(self.metrics.engines, self.metrics.nodes, model=model, monotonic=lambda: self.now)
 
     def step(self, *events: TurnEvent, at_s: float = 0.0, work: StepStats | None = None) -> None:
         """Report a step at this time."""
@@ -176,3 +176,25 @@ def test_model_name_is_escaped_in_the_page() -> None:
     assert (
         bench.metrics.registry.get_sample_value("inferencecenter_kv_move_seconds_count", labels | {"kind": "copy"}) == 1
     )
+
+
+def test_steps_are_counted_by_machine() -> None:
+    """Each machine has its own counters; a step without prefill and decode is none."""
+    metrics = DaemonMetrics()
+    for node in ("local", "box2"):
+        meter = StepMeter(metrics.engines, metrics.nodes, model="demo", node=node)
+        for work in (StepStats(0.1, rows=1, decode_s=0.25), StepStats(0.1, prefill_tokens=5, prefill_s=0.5), None):
+            meter.step(StepOutput((delta("a"),), running=1, waiting=0, rss_bytes=1, work=work))
+    for node in ("local", "box2"):
+        labels = {"node": node, "model": "demo"}
+        shown = {
+            name: metrics.registry.get_sample_value(f"inferencecenter_node_{name}_total", labels)
+            for name in ("steps", "generated_tokens", "prefill_tokens", "decode_seconds", "prefill_seconds")
+        }
+        assert shown == {
+            "steps": 2,
+            "generated_tokens": 3,
+            "prefill_tokens": 5,
+            "decode_seconds": 0.25,
+            "prefill_seconds": 0.5,
+        }

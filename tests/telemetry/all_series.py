@@ -15,8 +15,9 @@ from inferencecenter.hardware.thermal import ThermalState
 from inferencecenter.ipc.messages import StepOutput, StepStats, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.values import FinishReason, TurnStats
-from inferencecenter.server.status_pages import show_engines, show_gpus, show_processes
+from inferencecenter.server.status_pages import show_engines, show_gpus, show_nodes, show_processes
 from inferencecenter.sessions.observability import TurnRecord
+from inferencecenter.supervisor.nodes import NodeStatus
 from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.supervisor.stub_engine import MODEL
@@ -39,6 +40,8 @@ GPU = GpuReading(
     slowdowns=SLOWDOWN_NAMES,
 )
 
+BOX = NodeStatus(name="box2", address="10.0.0.2", state="up", beat_age_s=0.5)
+
 # Name of a sample to its labels, and these to the values that they have.
 SeriesByName = dict[str, dict[str, set[str]]]
 
@@ -50,6 +53,7 @@ def busy_metrics() -> DaemonMetrics:
     show_engines(metrics.engines, engines)
     show_processes(metrics.machine, engines)
     show_gpus(metrics.machine, Gpus((GPU,), driver_version="580.1"))
+    show_nodes(metrics.nodes, engines, (BOX,), Gpus((GPU,)))
     metrics.set_thermal("cool", states=ThermalState)
     metrics.set_memory("easy", used_bytes=1, limit_bytes=2, states=PressureState)
     metrics.refused_connections.labels("401").inc()
@@ -59,7 +63,7 @@ def busy_metrics() -> DaemonMetrics:
     metrics.mcp.call_s.labels("weather").observe(0.1)
     metrics.mcp.listing_failed("weather")
     metrics.mcp.set_up("weather", is_up=True)
-    meter = StepMeter(metrics.engines, model=MODEL.name)
+    meter = StepMeter(metrics.engines, metrics.nodes, model=MODEL.name)
     for _ in range(2):
         delta = TokenDelta("turn", pack_tokens([1]), "x")
         meter.step(

@@ -30,7 +30,7 @@ ALERT_TESTS = Path(__file__).parent / "alerts.yml"
 # Replaced by Prometheus and Grafana.
 OF_PROMETHEUS = {"up": {"job": {"inferencecenter"}, "instance": {"box:3000"}}}
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*"}
-FREE = {"model", "gpu", "client"}
+FREE = {"model", "gpu", "client", "node"}
 
 
 @dataclass(frozen=True)

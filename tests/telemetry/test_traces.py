@@ -173,6 +173,19 @@ def test_incidents_are_span_events() -> None:
     assert event.attributes == {"inferencecenter.tokens": 3}
 
 
+def test_spans_have_their_machine() -> None:
+    """The turn's is that of the last engine; each stage has that of its own."""
+    world = make_recorder()
+    trace = world.traces.begin(None)
+    trace.set_node("local")
+    trace.add_stages((Spent("queue", 100.0, 101.0),))
+    trace.set_node("box2")
+    trace.add_stages((Spent("decode", 101.0, 102.0),))
+    trace.end({}, error=None)
+    nodes = {name: (span.attributes or {})["inferencecenter.node"] for name, span in world.spans.items()}
+    assert nodes == {"queue": "local", "decode": "box2", "turn": "box2"}
+
+
 def test_wall_clock_jump_does_not_distort_a_trace() -> None:
     """Within a turn only the monotonic clock counts."""
     world = make_recorder()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from inferencecenter import __version__
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.memory import machine_memory
+from inferencecenter.ipc.link import NodeResources
 from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.protocol import events
 from inferencecenter.protocol.close import CloseCode
@@ -31,6 +31,7 @@ from inferencecenter.protocol.values import (
 from inferencecenter.server.context import UsageReader
 from inferencecenter.server.load_history import STEP_S
 from inferencecenter.sessions.store.rows import utc_day
+from inferencecenter.supervisor.nodes import machine_resources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -312,20 +313,7 @@ def list_nodes(connection: Connection, request: requests.ListNodes) -> None:
 
 
 def _node(node: NodeStatus, local_gpus: Gpus) -> ClusterNode:
-    known = node.resources
-    if node.name == LOCAL_NODE:
-        memory = machine_memory()
-        used_bytes, total_bytes = (memory.used_bytes, memory.total_bytes) if memory else (None, None)
-        gpus = tuple(
-            ClusterGpu(name=gpu.name or "", used_mb=_mib(gpu.vram_used_bytes), total_mb=_mib(gpu.vram_total_bytes))
-            for gpu in local_gpus.readings
-        )
-    else:
-        used_bytes, total_bytes = (known.ram_used_bytes, known.ram_total_bytes) if known else (None, None)
-        gpus = tuple(
-            ClusterGpu(name=gpu.name, used_mb=_mib(gpu.used_bytes), total_mb=_mib(gpu.total_bytes))
-            for gpu in (known.gpus if known else ())
-        )
+    known = machine_resources(local_gpus) if node.name == LOCAL_NODE else node.resources or NodeResources()
     return ClusterNode(
         name=node.name,
         address=node.address,
@@ -347,14 +335,23 @@ def _node(node: NodeStatus, local_gpus: Gpus) -> ClusterNode:
             )
             for engine in node.engines
         ),
-        ram_used_mb=None if used_bytes is None else _mib(used_bytes),
-        ram_total_mb=None if total_bytes is None else _mib(total_bytes),
-        gpus=gpus,
+        ram_used_mb=None if known.ram_used_bytes is None else _mib(known.ram_used_bytes),
+        ram_total_mb=None if known.ram_total_bytes is None else _mib(known.ram_total_bytes),
+        gpus=tuple(
+            ClusterGpu(
+                name=gpu.name,
+                used_mb=_mib(gpu.used_bytes),
+                total_mb=_mib(gpu.total_bytes),
+                utilization=gpu.utilization_percent,
+                temp=gpu.temperature_c,
+            )
+            for gpu in known.gpus
+        ),
     )
 
 
-def _mib(n_bytes: int | None) -> float:
-    return round((n_bytes or 0) / _MIB, 1)
+def _mib(n_bytes: int) -> float:
+    return round(n_bytes / _MIB, 1)
 
 
 def drain(connection: Connection, _request: requests.Drain) -> Event:

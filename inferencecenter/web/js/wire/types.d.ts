@@ -373,6 +373,10 @@ export interface ClusterGpu {
   used_mb: number;
   /** Memory, in MiB. */
   total_mb: number;
+  /** Share of time in which it was busy, in percent. */
+  utilization?: number;
+  /** Degrees Celsius. */
+  temp?: number;
 }
 
 /** A machine that runs engines; values that are unknown are absent. */
