@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import orjson
 
+from benchmarks.cluster.nodes import NODES_VARIABLE, node_name, node_processes
 from benchmarks.target import TargetSpec
 from inferencecenter.config.settings import ENV_PREFIX
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -35,6 +36,10 @@ _ADDRESS: Final = re.compile(rb"^\W*Address +http(://\S+)/")
 _OF_ENGINES: Final = b'"engine_'
 _GPU_PREFIX: Final = f"{ENV_PREFIX}GPU__"
 _REPLICATED: Final = "replicated"
+_NO_RAY: Final = "127.0.0.1:1"
+"""The address of the cluster's head, which nothing connects to; its machine is that on which hosts connect."""
+_CHECKOUT: Final = str(Path(__file__).parents[1])
+CLUSTER_DAEMON: Final = "benchmarks.cluster.daemon"
 MODEL_NAMES: Final = ("first", "second")
 """Names of the models of a daemon with two; the first is its default."""
 _MANY: Final = "100000"
@@ -49,7 +54,8 @@ class DaemonSettings:
     ``store`` tells whether conversations are stored. ``loses_engines`` is set where the scenario kills engines.
     ``echo_delay_ms`` is the duration of a decode of the echo backend. ``lookup`` enables prompt lookup, ``draft`` names
     a draft model and ``mmproj`` a projector. The script backend answers by the rules of ``script``. With ``two_models``
-    the file is there twice, under ``MODEL_NAMES``. The model has ``replicas`` engines.
+    the file is there twice, under ``MODEL_NAMES``. The model has ``replicas`` engines, or ``hosted`` ones behind hosts,
+    each on a node of its own (``benchmarks.cluster``).
     """
 
     backend: Literal["llama", "echo", "script"]
@@ -66,6 +72,12 @@ class DaemonSettings:
     two_models: bool = False
     script: Path | None = None
     replicas: int = 1
+    hosted: int = 0
+
+    @property
+    def n_engines(self) -> int:
+        """The engines of the model."""
+        return self.hosted or self.replicas
 
     def environment(self, state_dir: Path) -> dict[str, str]:
         """Return the environment of the daemon's process: these settings, and of inherited ones those of its GPUs."""
@@ -98,16 +110,29 @@ class DaemonSettings:
             first, second = MODEL_NAMES
             entry = {second: {"path": str(self.model or "echo")}}
             settings |= {"MODEL__NAME": first, "MODELS": orjson.dumps(entry).decode()}
-        if self.replicas > 1:
+        if self.n_engines > 1 or self.hosted:
             settings.pop("MODEL__PATH", None)
-            replicated: dict[str, object] = {"path": str(self.model or "echo"), "replicas": self.replicas}
+            replicated: dict[str, object] = {"path": str(self.model or "echo")}
+            if self.hosted:
+                replicated["nodes"] = [node_name(index) for index in range(self.hosted)]
+                settings |= {"CLUSTER__ADDRESS": _NO_RAY, "CLUSTER__PORT": "0"}
+            else:
+                replicated["replicas"] = self.replicas
             settings |= {"MODEL__NAME": _REPLICATED, "MODELS": orjson.dumps({_REPLICATED: replicated}).decode()}
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(ENV_PREFIX) or name.startswith(_GPU_PREFIX)
         }
-        return kept | {ENV_PREFIX + name: value for name, value in settings.items()}
+        environment = kept | {ENV_PREFIX + name: value for name, value in settings.items()}
+        if self.hosted:
+            environment |= {"PYTHONPATH": _CHECKOUT, NODES_VARIABLE: str(nodes_directory(state_dir))}
+        return environment
+
+
+def nodes_directory(state_dir: Path) -> Path:
+    """Return where the nodes of ``DaemonSettings.hosted`` are."""
+    return state_dir / "nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +224,14 @@ class RunningDaemon:
         os.kill(self.engine.pid, signal.SIGKILL)
         return killed_s
 
+    def node_processes(self, index: int) -> tuple[int, ...]:
+        """Return the process ids of the host and the engine on a node of ``DaemonSettings.hosted``.
+
+        Raises:
+            OSError: There is no host.
+        """
+        return node_processes(nodes_directory(self._state_dir) / node_name(index))
+
     async def engine_after(self, lost: EngineLife) -> EngineLife:
         """Wait until an engine is ready that came after ``lost``, and return it.
 
@@ -246,7 +279,7 @@ class Launch:
             InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it does not become ready.
         """
         spec = await self.listening()
-        await self.output.wait_for(lambda: len(self.output.engines) >= self._settings.replicas)
+        await self.output.wait_for(lambda: len(self.output.engines) >= self._settings.n_engines)
         assert self.output.readiness is not None, "it was waited for"
         return RunningDaemon(
             self._process.pid,
@@ -324,6 +357,8 @@ class _Output:
         now_s = time.monotonic()
         if event["event"] == "engine_started":
             self._engine_pid, self._engine_started_s = event["pid"], now_s
+        elif event["event"] == "engine_on_host":
+            self._engine_pid = event["remote_pid"]
         elif event["event"] == "engine_ready":
             self.engines.append(EngineLife(self._engine_pid, self._engine_started_s, now_s))
             if self.readiness is None:
@@ -339,7 +374,7 @@ async def launch(settings: DaemonSettings, state_dir: Path, *, name: str = OURS)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "inferencecenter",
+        CLUSTER_DAEMON if settings.hosted else "inferencecenter",
         "serve",
         env=settings.environment(state_dir),
         stdout=asyncio.subprocess.PIPE,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 NAMESPACE: Final = "inferencecenter"
 REQUEST_TIMEOUT_S: Final = 90.0
 PROBE_TIMEOUT_S: Final = 20.0
-_DRIVER: Final = "inferencecenter.cluster.ray_driver"
+DRIVER: Final = "inferencecenter.cluster.ray_driver"
+"""The module of the child that talks to Ray."""
 _PROBE: Final = "inferencecenter.cluster.ray_probe"
 _MAX_REPLY_BYTES: Final = 2**20
 _log = structlog.get_logger(__name__)
@@ -177,7 +178,7 @@ class RayCluster:
             driver = self._driver = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                _DRIVER,
+                DRIVER,
                 self._address,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

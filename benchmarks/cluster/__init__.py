@@ -1,0 +1,1 @@
+"""Engines behind hosts on this machine, without Ray, which carries no tokens."""
