@@ -203,6 +203,8 @@ class TurnMetrics:
             **({} if record.node == LOCAL_NODE else {"node": record.node}),
             queue_ms=stats.queue_ms,
             ttft_ms=stats.ttft_ms,
+            total_ms=stats.total_ms,
+            prompt=stats.prompt_tokens,
             tokens=stats.tokens,
             tps=stats.tps,
             cached=stats.cached_tokens,
