@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import itertools
 import os
 import secrets
 import time
@@ -69,6 +70,8 @@ MAX_STRANGERS: Final = 64
 """Connections that have not said that yet; further ones are closed."""
 START_TIMEOUT_S: Final = 120.0
 """How long a new host may take to connect."""
+_CHECKS_PER_BEAT: Final = 2
+_CHECK_S: Final = BEAT_S / _CHECKS_PER_BEAT
 _KEY_BYTES: Final = 32
 _CLOCK_BEATS: Final = 60
 _log = structlog.get_logger(__name__)
@@ -314,19 +317,20 @@ class RemoteEngine(Engine):
     async def run(self) -> None:
         """Exchange heartbeats until the connection is lost.
 
-        Beats are counted, not seconds: a daemon that was itself suspended has missed one in that time.
+        Silence is counted in checks, two for each beat, not in seconds: a daemon that was itself suspended has missed
+        one in that time. Up to one check passes before the first is counted, so it is added.
         """
-        while True:
+        for check in itertools.count():
             silence_s = HELLO_TIMEOUT_S if self._hello is None else self._lost_after_s
-            if self._missed * BEAT_S >= silence_s:
+            if (self._missed + 1) * _CHECK_S >= silence_s:
                 self.disconnect(f"no heartbeat for {silence_s:g} s")
                 if self._hello is None:  # the channel knows no end of a connection whose TLS handshake failed
                     return
-            elif self._hello is not None:
+            elif self._hello is not None and check % _CHECKS_PER_BEAT == 0:
                 self._channel.send(FrontBeat())
             self._missed += 1
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S):
+                async with asyncio.timeout(_CHECK_S):
                     await self._channel.lost()
                     return
 

@@ -34,7 +34,7 @@ def test_more_turns_find_their_kv_by_the_rule_than_by_others() -> None:
     """Round robin and the least load find it on one of four replicas by chance."""
     found = {rule: simulated(rule, replicas=4) for rule in RULES}
     assert {outcome.turns for outcome in found.values()} == {4 * 200}
-    assert found["KV"].found_kv > 0.95
+    assert found["KV"].found_kv > 0.85
     assert found["KV"].found_kv > found["round robin"].found_kv + 0.2
     assert found["KV"].found_kv > found["least loaded"].found_kv + 0.2
 
