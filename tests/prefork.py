@@ -4,8 +4,10 @@ A daemon takes most of a second of CPU time to import, an engine a third, and th
 worker of a run has a template process (``python -m tests.prefork FD``), which imports once and forks for each start.
 ``install`` makes ``subprocess`` do this for ``python -m MODULE`` with a module of this project; other programs are
 executed. A fork has the arguments, descriptors, environment and parent of the executed program and runs the module to
-its end. A forked daemon forks its first engine itself, while it has one thread; it executes the others. Tests of the
-start itself execute (``tests/service``).
+its end. Tests of the start itself execute (``tests/service``).
+
+A forked daemon forks its first engine itself, while it has one thread. Later, when it starts other engines or restarts
+a lost one, it has threads, so it forks a template of its own with the first engine.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ _NEUTRAL: Final[dict[str, object]] = {
 """What a fork does not do; a start with other values is executed."""
 _READ_AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_SENT_TO_GROUPS: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _MESSAGE_BYTES: Final = 2**20
 _ABOVE: Final = 512
 """Received descriptors are moved above this number, to free those that they become."""
@@ -85,6 +88,7 @@ class _Program:
         for source, target in zip(moved, self.fds, strict=True):
             os.dup2(source, target)
         os.closerange(_ABOVE, max(moved) + 1)
+        gc.enable()  # a daemon disables it while it starts
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)
@@ -116,26 +120,19 @@ def _set_command_line(command: Sequence[str]) -> None:
 
 
 class _Template:
-    """The template process of this worker, and the end of a socket to it."""
+    """A template process, which is a child of this process, and the end of a socket to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[socket.socket], Callable[[], object]]) -> None:
         self._lock = threading.Lock()
         self._prctl = ctypes.CDLL(None).prctl
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno()), " " * _COMMAND_LINE_BYTES],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                cwd=_ROOT,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would not be in a fork
-                pass_fds=(theirs.fileno(),),
-            )
+            self._wait = run(theirs)
 
     def close(self) -> None:
         """End the process; forks that still run are not ended."""
         self._socket.close()
-        self._process.wait()
+        self._wait()
 
     def start(self, program: _Program, given: Sequence[int]) -> int:
         """Fork a program and return its process id.
@@ -154,15 +151,50 @@ class _Template:
 _templates: list[_Template] = []
 
 
+def _execute_template(asked: socket.socket) -> Callable[[], object]:
+    """Execute a process that imports the programs; return how to wait for it."""
+    command = [sys.executable, "-m", _MODULE, str(asked.fileno()), " " * _COMMAND_LINE_BYTES]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        cwd=_ROOT,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would not be in a fork
+        pass_fds=(asked.fileno(),),
+    ).wait
+
+
+def _fork_template(asked: socket.socket) -> Callable[[], object]:
+    """Fork this process, which has imported the programs; return how to wait for the fork."""
+    if (pid := os.fork()) != 0:
+        return lambda: os.waitpid(pid, 0)
+    requests = socket.socket(fileno=fcntl.fcntl(asked.fileno(), fcntl.F_DUPFD, _ABOVE))
+    os.closerange(3, _ABOVE)  # among them the locks of this process
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SENT_TO_GROUPS}
+    _set_command_line([sys.executable, "-m", _MODULE])
+    program, fds = _serve(requests)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    _end(program.run(fds))
+
+
 def _start_by_template(program: _Program, given: Sequence[int]) -> int:
     if not _templates:
-        _templates.append(_Template())
+        _templates.append(_Template(_execute_template))
     return _templates[0].start(program, given)
 
 
 def _start_by_fork(program: _Program, given: Sequence[int]) -> int:
-    """Fork this process, which has imported the program."""
+    """Fork this process, which has imported the program, or have its template do so."""
+    if not _single_threaded():
+        return _templates[0].start(program, given)
+    if not _templates:
+        _templates.append(_Template(_fork_template))
     if (pid := os.fork()) == 0:
+        _templates.clear()
         _end(program.run(given))
     return pid
 
@@ -174,6 +206,7 @@ def _end(status: int) -> NoReturn:
     """
     vars(threading)["_shutdown"]()  # waits for threads
     vars(atexit)["_run_exitfuncs"]()
+    close_template()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the other end is gone, or the program closed it
             stream.flush()
@@ -195,7 +228,8 @@ def install(start: Callable[[_Program, Sequence[int]], int] = _start_by_template
 
     def execute_child(popen: subprocess.Popen[Any], *arguments: Any) -> None:
         asked = _signature.bind(popen, *arguments).arguments
-        if (program := _program(asked)) is None or (start is _start_by_fork and not _single_threaded()):
+        forkable = start is _start_by_template or bool(_templates) or _single_threaded()
+        if (program := _program(asked)) is None or not forkable:
             _execute(popen, *arguments)
             return
         ours = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]

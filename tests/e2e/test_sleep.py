@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,12 +40,13 @@ async def wait_for_engine_state(client: SocketClient, state: str) -> None:
 
 
 def engine_pids(daemon: Daemon) -> list[str]:
-    """Return the pids of the daemon's children, without template workers.
+    """Return the pids of the daemon's children, without template workers and the process that forks engines.
 
     An exited child counts until it is reaped.
     """
     children = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
-    return [pid for pid in children if b"template_worker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return [pid for pid, command in commands.items() if not re.search(b"template_worker|prefork", command)]
 
 
 @pytest.mark.slow
