@@ -19,6 +19,8 @@ from tests.prefork import close_template, install
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+pytest_plugins = ("tests.examples",)
+
 _MOST_WORKERS = 8
 for _name in ("COLUMNS", "LINES"):  # a zero terminal size, which readline passes on to child processes
     os.environ.pop(_name, None)

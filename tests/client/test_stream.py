@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from inferencecenter.client.answer import StreamState, TurnStream
 from inferencecenter.client.session import SequenceStatus, SequenceTracker
@@ -146,7 +153,10 @@ class RandomDisconnects(RuleBasedStateMachine):
         assert self.client.events[-1].stats.tokens == 2
 
 
-TestRandomDisconnects = RandomDisconnects.TestCase
+@pytest.mark.parametrize("n_sequences", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_sequence_of_losses(n_sequences: int) -> None:
+    """An answer is read once and ends once, whatever is lost."""
+    run_state_machine_as_test(RandomDisconnects, settings=settings(max_examples=n_sequences))
 
 
 @given(st.text(max_size=6), st.integers(0, 6), st.booleans())

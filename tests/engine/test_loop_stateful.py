@@ -230,7 +230,7 @@ class Turns(RuleBasedStateMachine):
             session.tokens = [*session.tokens, 256, *b"user\n", *text, 257, *said]
 
 
-@pytest.mark.parametrize("n_sequences", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_sequences", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_any_sequence_of_turns(n_sequences: int) -> None:
     """Each turn ends once with its own text, whatever else happens."""
     limits = settings(max_examples=n_sequences, stateful_step_count=60, deadline=None)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from inferencecenter.config.settings import SessionSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -262,8 +263,10 @@ class Survival(RuleBasedStateMachine):
         assert answers == list(self.reader.answers.values())
 
 
-Survival.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestSurvival = Survival.TestCase
+@pytest.mark.parametrize("n_sequences", [15, pytest.param(60, marks=pytest.mark.slow)])
+def test_any_sequence_of_losses(n_sequences: int) -> None:
+    """The client shows each answer once, whatever is lost."""
+    run_state_machine_as_test(Survival, settings=settings(max_examples=n_sequences, stateful_step_count=40))
 
 
 def test_second_turn_in_a_busy_session_is_refused() -> None:

@@ -9,8 +9,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -903,4 +911,7 @@ class TurnsMachine(RuleBasedStateMachine):
         self.table.lost(EngineExit("died", tuple(sorted(named))))
 
 
-TestTurnsMachine = TurnsMachine.TestCase
+@pytest.mark.parametrize("n_sequences", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_sequence_of_turns(n_sequences: int) -> None:
+    """Each turn ends once, and only a turn that killed engines is quarantined."""
+    run_state_machine_as_test(TurnsMachine, settings=settings(max_examples=n_sequences))

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     multiple,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from inferencecenter.protocol.values import ChatMessage, ToolCall
@@ -374,8 +375,10 @@ def _rewound(kept: StoredSession, n_turns: int) -> tuple[History, int]:
     return history, len(kept.turns) - len(kept.history.turns) + n_marks
 
 
-Writing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestWriting = Writing.TestCase
+@pytest.mark.parametrize("n_sequences", [15, pytest.param(60, marks=pytest.mark.slow)])
+def test_any_sequence_of_records(n_sequences: int) -> None:
+    """The file has what was recorded, after each restart."""
+    run_state_machine_as_test(Writing, settings=settings(max_examples=n_sequences, stateful_step_count=30))
 
 
 @pytest.fixture
