@@ -1,5 +1,5 @@
 // @ts-check
-/** The live dashboard: tiles, charts, the plan, facts, connected clients, and the user's own usage. */
+/** The live dashboard: tiles, charts, the plan, machines, facts, connected clients, and the user's own usage. */
 
 import { Chart } from "../board/chart.js";
 import { chartsOf } from "../board/charts.js";
@@ -8,6 +8,7 @@ import { stateInWords } from "../board/facts.js";
 import { feedOf, useActive, useAnswer } from "../board/feed.js";
 import { duration } from "../board/format.js";
 import { gpuInWords } from "../board/gpu.js";
+import { Nodes } from "../board/nodes.js";
 import { Facts, Panel, Readings } from "../board/panels.js";
 import { PastPanel } from "../board/past.js";
 import { ModelPanel } from "../board/plan.js";
@@ -26,6 +27,7 @@ await loadTexts("board");
 const FACTS_EVERY_MS = 5000;
 const USAGE_EVERY_MS = 20_000;
 const MAY_SEE_CLIENTS = "admin";
+const MAY_SEE_NODES = "operator";
 const WINDOWS = [60, 300, 900];
 const SIDES = /** @type {const} */ ([
   ["memory", "board.memory"],
@@ -60,6 +62,7 @@ function Board({ link: there }) {
     <${Live} feed=${feed} metrics=${metrics} />
     <${PastPanel} link=${there} metrics=${metrics} active=${active} />
     <${ModelPanel} told=${model} />
+    ${self?.scopes.includes(MAY_SEE_NODES) && html`<${Nodes} link=${there} active=${active} />`}
     <div class="sides">
       ${SIDES.map(
         ([type, key]) => html`<div class="side" key=${type}>
