@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from PIL import Image
 
 from inferencecenter.client import Client
 from inferencecenter.demo import demo_projector_path
-from tests.e2e.harness import command_line, connect_client, run_daemon, start_daemon
+from tests.e2e.harness import command_line, connect_client, run_daemon, start_daemon, stopped
+from tests.e2e.other_model import write_other_model
 from tools.demo_model.pictures import draw_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tests.e2e.harness import Daemon, Message, SocketClient
@@ -37,16 +39,24 @@ def picture(color: str, figure: str) -> bytes:
     return file.getvalue()
 
 
-async def ask(
-    client: SocketClient, session: str, text: str, file: bytes | None = None, params: Mapping[str, float] = GREEDY
-) -> str:
-    """A greedy turn's answer."""
+async def send_question(
+    client: SocketClient, session: str, text: str, file: bytes | None, params: Mapping[str, float]
+) -> None:
+    """Submit a turn, with a picture before its text."""
     content: object = text
     if file is not None:
         data = base64.b64encode(file).decode()
         content = [{"type": "image", "data": data}, {"type": "text", "text": text}]
-    messages = [{"role": "user", "content": content}]
-    await client.send(op="infer", session_id=session, messages=messages, params=params)
+    await client.send(
+        op="infer", session_id=session, messages=[{"role": "user", "content": content}], params=dict(params)
+    )
+
+
+async def ask(
+    client: SocketClient, session: str, text: str, file: bytes | None = None, params: Mapping[str, float] = GREEDY
+) -> str:
+    """A greedy turn's answer."""
+    await send_question(client, session, text, file, params)
     said = ""
     while (event := await client.receive())["op"] != "end":
         assert event["op"] != "error", event
@@ -179,3 +189,87 @@ async def test_picture_of_a_session_out_of_memory_or_unstored(tmp_path: Path, *,
                 await client.ask(op="close_session", session_id=each)
             found = await client.ask(op="get_image", digest=digest)
     assert found["op"] == ("image" if store else "error")
+
+
+async def ask_all(
+    client: SocketClient, sessions: Sequence[str], text: str, files: Sequence[bytes | None], n_tokens: int = 120
+) -> tuple[list[str], int]:
+    """Greedy turns at the same time: their answers, and how often they were preempted together."""
+    answers, preempted = dict.fromkeys(sessions, ""), 0
+    for session, file in zip(sessions, files, strict=True):
+        await send_question(client, session, text, file, {"temperature": 0.0, "max_tokens": n_tokens})
+    running = set(sessions)
+    while running:
+        event = await client.receive()
+        assert event["op"] != "error", event
+        if event["op"] == "token":
+            answers[event["session_id"]] += event["content"]
+        if event["op"] == "end":
+            running.remove(event["session_id"])
+            preempted += event["stats"]["preempted"]
+    return list(answers.values()), preempted
+
+
+@pytest.mark.slow
+async def test_picture_is_seen_by_preempted_turns(tmp_path: Path) -> None:
+    """On one slot, four tokens at a time: when it is shown, in a long answer after it, and when it is recalled."""
+    settings = {"INFERENCECENTER_ENGINE__SLOTS": "1", "INFERENCECENTER_ENGINE__QUANTUM_TOKENS": "4"}
+    shown = [("red", "circle"), ("blue", "square"), ("green", "star")]
+    sentences = [f"A {color} {figure}." for color, figure in shown]
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        async with connect_client(daemon) as client:
+            sessions = [await client.create() for _ in shown]
+            asked = [
+                (QUESTION, [picture(*each) for each in shown], sentences),
+                ("Count from 1 to 20.", [None] * 3, [", ".join(map(str, range(1, 21))) + "."] * 3),
+                (RECALL, [None] * 3, sentences),
+            ]
+            for text, files, expected in asked:
+                answers, preempted = await ask_all(client, sessions, text, files)
+                assert answers == expected
+                assert preempted >= len(sessions), f"too few preemptions to test anything: {text}"
+
+
+async def load(client: SocketClient, name: str) -> None:
+    """Make a model the default."""
+    request_id = f"load-{name}"
+    await client.send(op="load_model", id=request_id, name=name)
+    last = await client.until(
+        lambda frame: frame.get("id") == request_id and (frame["op"] == "error" or frame["phase"] in ("done", "failed"))
+    )
+    assert last["phase"] == "done", last
+
+
+@pytest.mark.slow
+async def test_picture_stays_when_the_model_changes(tmp_path: Path, demo_model_path: Path) -> None:
+    """Within an answer, which the old model ends; the new one, with other token ids, sees it from its file."""
+    other = write_other_model(demo_model_path, tmp_path / "other.gguf")
+    projector = str(demo_projector_path())
+    models = {"other": {"path": str(other), "mmproj": projector}, "blind": {"path": str(other), "mmproj": "off"}}
+    settings = {
+        "INFERENCECENTER_MODEL__NAME": "demo",
+        "INFERENCECENTER_MODEL__MMPROJ": projector,
+        "INFERENCECENTER_MODELS": json.dumps(models),
+    }
+    with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
+        async with connect_client(daemon) as client:
+            session = await client.create()
+            assert await ask(client, session, QUESTION, picture("red", "circle")) == SENTENCE
+            begin = len(client.seen)
+            await send_question(client, session, "Count from 1 to 30.", None, LONG)
+            await client.until(lambda frame: frame["op"] == "token")
+            with stopped(daemon.engine_pid()):  # the model may load more slowly than the turn ends
+                await load(client, "other")
+            assert "end" not in [frame["op"] for frame in client.seen[begin:]]
+            await client.until(lambda frame: frame["op"] == "end")
+            counted = "".join(frame["content"] for frame in client.seen[begin:] if frame["op"] == "token")
+            assert counted == ", ".join(map(str, range(1, 31))) + "."
+            assert await recall(client, session) == SENTENCE
+            assert client.seen[-1]["stats"]["cached_tokens"] == 0
+            await load(client, "blind")
+            await send_question(client, session, RECALL, None, GREEDY)
+            refused = await client.until(lambda frame: frame["op"] in ("error", "end"))
+            assert (refused["op"], refused["code"]) == ("error", "invalid_request")
+            await load(client, "demo")
+            assert await recall(client, session) == SENTENCE
+            assert (await kept(client, session))["model"] == "demo"
