@@ -185,6 +185,46 @@ async def test_edited_question_keeps_its_images(browser: Browser, seeing: Daemon
         assert (question["content"], question["images"][0]["alt"]) == ("\ufffcWhat color?", "red.png")
 
 
+@pytest.mark.parametrize("options", [{}, {"viewport": PHONE, "has_touch": True, "is_mobile": True}])
+async def test_alternative_text_is_edited(browser: Browser, seeing: Daemon, options: dict[str, Any]) -> None:
+    """Before an image is sent, which Enter in it does not do, and when its message is edited; then it may be empty."""
+    async with signed_in(browser, seeing, **options) as visit:
+        chips = await attach(visit, payload("red.png", RED, "image/png"))
+        await visit.composer.fill("What is it?")
+        await visit.button("Edit the alternative text of red.png").click()
+        dialog = visit.page.get_by_role("dialog", name="Alternative text")
+        text = dialog.get_by_role("textbox", name="Alternative text")
+        await expect(text).to_have_value("red.png")
+        assert await barriers(visit) == []
+        await text.fill("no")
+        await visit.page.keyboard.press("Escape")
+        await expect(dialog).to_have_count(0)
+        await expect(chips).to_contain_text("red.png")
+        await visit.button("Edit the alternative text of red.png").click()
+        await text.fill("  A red\n field ")
+        await text.press("Enter")
+        await expect(dialog).to_have_count(0)
+        await expect(chips).to_contain_text("A red field")
+        await visit.page.reload()
+        await expect(chips).to_contain_text("A red field")
+        await visit.button("Send").click()
+        await visit.answered()
+        (question, _) = await transcript(seeing, visit.session_id())
+        assert question["images"][0]["alt"] == "A red field"
+        await expect(visit.questions.first.get_by_role("img", name="A red field")).to_be_visible()
+        await visit.button("Edit", inside=visit.questions.first).click()
+        editor = visit.page.get_by_role("textbox", name="Edit the message")
+        await visit.button("Edit the alternative text of A red field").click()
+        await text.fill("")
+        await visit.button("Save", inside=dialog).click()
+        await expect(visit.page.locator(".editor .chip")).to_contain_text("Image 1")
+        await editor.press("Enter")
+        await expect(visit.page.get_by_role("group", name="Versions")).to_contain_text("2/2")
+        await visit.answered()
+        (question, _) = await transcript(seeing, visit.session_id())
+        assert question["images"][0].get("alt") is None
+
+
 async def test_image_without_a_name_has_a_number(browser: Browser, seeing: Daemon) -> None:
     """As one that another program sent."""
     async with connect_client(seeing) as client:

@@ -2,7 +2,7 @@
 /** Files of a message, before and after it is sent. */
 
 import { loadTexts, t } from "../i18n.js";
-import { html, useEffect, useRef, useState } from "../ui.js";
+import { html, useEffect, useId, useRef, useState } from "../ui.js";
 import { filesOf, incoming, keepFiles } from "../drafts.js";
 import { countAgain } from "../files.js";
 import { modelOf, models } from "../models.js";
@@ -18,6 +18,8 @@ await loadTexts("files");
 
 /** More of a file is not laid out. */
 const MOST_SHOWN_CHARS = 100_000;
+/** As the protocol allows. */
+const MOST_ALT_CHARS = 256;
 
 /**
  * The files of the next message: attached ones, those being read, and refused ones.
@@ -44,9 +46,13 @@ export function Attachments({ session, onChange, onUnlock }) {
     keepFiles(id, files.toSpliced(at, 1));
     onChange();
   };
+  const describe = (/** @type {number} */ at, /** @type {string} */ name) => {
+    keepFiles(id, files.with(at, { ...files[at], name }));
+    onChange();
+  };
   return html`
     <div class="attachments" role="group" aria-label=${t("files.attached")}>
-      <${RemovableFiles} files=${files} onRemove=${remove} />
+      <${RemovableFiles} files=${files} onRemove=${remove} onDescribe=${describe} />
       ${coming.map(({ key, name, refusal, locked }) =>
         refusal
           ? html`<div class="notice" data-mood="bad" role="alert" key=${key}>
@@ -81,17 +87,73 @@ function Password({ name, onEnter }) {
   `;
 }
 
-/** @param {{files: readonly (AttachedFile & {tokens?: number | null})[], onRemove: (at: number) => void}} props */
-export function RemovableFiles({ files, onRemove }) {
+/**
+ * Files of a message that is being written or edited; an image's name is its alternative text.
+ *
+ * @param {object} props
+ * @param {readonly (AttachedFile & {tokens?: number | null})[]} props.files
+ * @param {(at: number) => void} props.onRemove
+ * @param {(at: number, name: string) => void} props.onDescribe
+ */
+export function RemovableFiles({ files, onRemove, onDescribe }) {
   return files.map(
     ({ name, text, tokens, image }, at) => html`<span class="chip file-chip" key=${at}>
-      ${image ? html`<${Picture} key=${image.source ?? image.digest} image=${image} alt="" />` : html`<${Icon} name="file" />`}
-      <span class="chip-name" dir="auto" title=${name}>${name || t("files.image_number", { n: at + 1 })}</span>
+      ${image
+        ? html`<${DescribedImage} key=${image.source ?? image.digest} image=${image} text=${name} name=${name || t("files.image_number", { n: at + 1 })}
+            onDescribe=${(/** @type {string} */ text) => onDescribe(at, text)} />`
+        : html`<${Icon} name="file" /><span class="chip-name" dir="auto" title=${name}>${name}</span>`}
       <span class="file-size">${image ? dimensions(image) : tokens === null || tokens === undefined ? sizeWords(text) : t("files.tokens", { n: tokens })}</span>
       <button type="button" class="chip-clear" aria-label=${t("files.remove_one", { name: name || t("files.image_number", { n: at + 1 }) })}
         title=${t("files.remove")} onClick=${() => onRemove(at)}><${Icon} name="close" /></button>
     </span>`,
   );
+}
+
+/**
+ * An image that is not sent yet; it opens where its alternative text is written.
+ *
+ * @param {{image: SeenImage, text: string, name: string, onDescribe: (text: string) => void}} props
+ */
+function DescribedImage({ image, text, name, onDescribe }) {
+  const [open, setOpen] = useState(false);
+  return html`
+    <${Picture} image=${image} alt="" />
+    <button type="button" class="chip-name" dir="auto" title=${t("files.image_describe")} aria-label=${t("files.image_describe_one", { name })}
+      onClick=${() => setOpen(true)}>${name}</button>
+    ${open && html`<${Description} image=${image} text=${text} onDescribe=${onDescribe} onClose=${() => setOpen(false)} />`}
+  `;
+}
+
+/** @param {{image: SeenImage, text: string, onDescribe: (text: string) => void, onClose: () => void}} props */
+function Description({ image, text, onDescribe, onClose }) {
+  const ref = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  const [value, setValue] = useState(text);
+  const id = useId();
+  useEffect(() => ref.current?.showModal(), []);
+  const save = () => {
+    onDescribe(value.replace(/\s+/g, " ").trim());
+    ref.current?.close();
+  };
+  // Neither sends the message in whose form the dialog stands, nor ends its being edited.
+  const keys = (/** @type {KeyboardEvent} */ event) => {
+    event.stopPropagation();
+    if (event.key !== "Enter" || event.isComposing) return;
+    event.preventDefault();
+    save();
+  };
+  return html`
+    <dialog class="dialog image-view" ref=${ref} aria-labelledby=${id} onClose=${onClose} onKeyDown=${(/** @type {KeyboardEvent} */ event) => event.stopPropagation()}>
+      <${Picture} image=${image} alt="" />
+      <label id=${id} for=${`${id}-text`}>${t("files.image_alt")}</label>
+      <input id=${`${id}-text`} type="text" dir="auto" autocomplete="off" maxlength=${MOST_ALT_CHARS} aria-describedby=${`${id}-hint`}
+        value=${value} onKeyDown=${keys} onInput=${(/** @type {any} */ event) => setValue(event.target.value)} />
+      <p class="hint" id=${`${id}-hint`}>${t("files.image_alt_hint")}</p>
+      <div class="dialog-actions">
+        <button type="button" class="button" onClick=${() => ref.current?.close()}>${t("files.image_alt_cancel")}</button>
+        <button type="button" class="button primary" onClick=${save}>${t("files.image_alt_save")}</button>
+      </div>
+    </dialog>
+  `;
 }
 
 /** @param {{files: readonly AttachedFile[]}} props  Of a message that was sent. */

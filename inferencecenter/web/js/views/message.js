@@ -204,6 +204,7 @@ function Editor({ text, files: attached, onSave, onCancel }) {
     setFiles(files.toSpliced(at, 1));
     ref.current?.focus();
   };
+  const describe = (/** @type {number} */ at, /** @type {string} */ name) => setFiles(files.with(at, { ...files[at], name }));
   const ref = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   useEffect(() => ref.current?.focus(), []);
   const keys = (/** @type {KeyboardEvent} */ event) => {
@@ -217,7 +218,7 @@ function Editor({ text, files: attached, onSave, onCancel }) {
   };
   return html`
     <div class="editor">
-      ${files.length > 0 && html`<div class="attachments"><${Lazy} load=${fileViews} name="RemovableFiles" files=${files} onRemove=${remove} /></div>`}
+      ${files.length > 0 && html`<div class="attachments"><${Lazy} load=${fileViews} name="RemovableFiles" files=${files} onRemove=${remove} onDescribe=${describe} /></div>`}
       <textarea ref=${ref} aria-label=${t("message.edit_label")} rows=${Math.min(12, value.split("\n").length + 1)} value=${value}
         onInput=${(/** @type {any} */ event) => setValue(event.target.value)} onKeyDown=${keys}></textarea>
       <p class="hint">${t("message.edit_hint")}</p>

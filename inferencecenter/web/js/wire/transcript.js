@@ -209,7 +209,7 @@ function imagePart({ source, digest, alt }) {
  * @returns {ChatMessage}
  */
 export function messageOf(files, text) {
-  const images = files.flatMap(({ image, name }) => (image ? [{ ...image, ...(name && { alt: name }) }] : []));
+  const images = files.flatMap(({ image, name }) => (image ? [{ ...image, alt: name || undefined }] : []));
   const content = withFiles(files.filter(({ image }) => !image), text);
   if (images.length === 0) return { role: "user", content };
   return { role: "user", content: IMAGE_MARK.repeat(images.length) + content.replaceAll(IMAGE_MARK, "\ufffd"), images };
