@@ -1,13 +1,14 @@
 """Writes a random-weight projector of a real shape: `python -m benchmarks.projector OUT.gguf --width 896`.
 
-It is ViT-B/16 at 224 pixels, as CLIP and SigLIP have it: 86 million weights in F16, 196 rows for an image of any size.
+Its weights are in F16. Images of any size have as many rows as the shape: 196 of ViT-B/16 at 224 pixels, which CLIP and
+SigLIP have (86 million weights), 729 of SigLIP's So400m/14 at 384 pixels (about 400 million).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import numpy as np
 import typer
@@ -32,6 +33,10 @@ class ProjectorSize:
 
 
 VIT_B16: Final = ProjectorSize()
+SHAPES: Final = {
+    "vit-b-16": VIT_B16,
+    "so400m-14": ProjectorSize(image=384, patch=14, width=1152, heads=16, ffn=4304, layers=27),
+}
 
 
 def write_projector(path: Path, *, n_embd: int, size: ProjectorSize = VIT_B16, seed: int = 0) -> None:
@@ -95,11 +100,13 @@ def main(
     out: Annotated[Path, typer.Argument(help="File to write.")],
     *,
     width: Annotated[int, typer.Option(min=1, help="Width of the model's embeddings.")],
+    shape: Annotated[Literal["vit-b-16", "so400m-14"], typer.Option(help="Whose shape it has.")] = "vit-b-16",
     seed: Annotated[int, typer.Option(min=0, help="Start of the random numbers.")] = 0,
 ) -> None:
     """Write a random-weight projector."""
-    write_projector(out, n_embd=width, seed=seed)
-    typer.echo(f"{out}: {out.stat().st_size / 1e6:.0f} MB, {VIT_B16.layers} layers, {VIT_B16.rows} rows an image")
+    size = SHAPES[shape]
+    write_projector(out, n_embd=width, size=size, seed=seed)
+    typer.echo(f"{out}: {out.stat().st_size / 1e6:.0f} MB, {size.layers} layers, {size.rows} rows an image")
 
 
 if __name__ == "__main__":

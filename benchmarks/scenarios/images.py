@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 1024
 """Tokens that an image may take, for which there is room."""
 _OPENING_TOKENS: Final = 8
-_STREAM_TOKENS: Final = 384
+_STREAM_TOKENS: Final = 160
 _PIECES_BEFORE: Final = 32
 
 
@@ -112,6 +112,6 @@ SCENARIO = Scenario(
     name="images",
     summary="questions about images: time to first token of a first, a second and a common one; streams meanwhile",
     run=run,
-    defaults=Options(clients=(8,), count=1, prompt_tokens=(20,), max_tokens=8, repeat=5),
+    defaults=Options(clients=(2,), count=1, prompt_tokens=(20,), max_tokens=8, repeat=3),
     takes=(COMPARABLE - {"backend"}) | {"mmproj", "clients", "count", "prompt_tokens", "max_tokens"},
 )

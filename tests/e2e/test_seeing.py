@@ -219,7 +219,7 @@ async def test_picture_is_seen_by_preempted_turns(tmp_path: Path) -> None:
     with run_daemon(tmp_path / "state", None, **settings) as daemon:
         async with connect_client(daemon) as client:
             sessions = [await client.create() for _ in shown]
-            asked = [
+            asked: list[tuple[str, list[bytes | None], list[str]]] = [
                 (QUESTION, [picture(*each) for each in shown], sentences),
                 ("Count from 1 to 20.", [None] * 3, [", ".join(map(str, range(1, 21))) + "."] * 3),
                 (RECALL, [None] * 3, sentences),

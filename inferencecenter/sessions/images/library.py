@@ -151,7 +151,10 @@ class ImageLibrary:
         Raises:
             InferenceCenterError: See ``resolve``.
         """
-        digest = await self._decoder.run(owner.client_id, lambda: hashlib.sha256(file).hexdigest())
+        digest = await self._decoder.run(owner.client_id, partial(_digest, file))
+        return await self._add(owner, file, digest, path=path)
+
+    async def _add(self, owner: ImageOwner, file: bytes, digest: str, *, path: str) -> MessageImage:
         if (known := await self._find(owner, digest)) is not None:
             return known
         try:
@@ -169,9 +172,9 @@ class ImageLibrary:
         Raises:
             InferenceCenterError: See ``resolve``.
         """
-        return await self.add(
-            owner, await self._decoder.run(owner.client_id, partial(_unpacked, data, path)), path=path
-        )
+        # Clients of other APIs send an image again with each question: one job, as waiting for a thread takes longer.
+        file, digest = await self._decoder.run(owner.client_id, partial(_unpacked, data, path))
+        return await self._add(owner, file, digest, path=path)
 
     async def read(self, client_id: str, digest: str) -> tuple[MessageImage, bytes]:
         """Return an image that a client may see, and its file.
@@ -346,13 +349,19 @@ def _with_alt(image: MessageImage, alt: str | None) -> MessageImage:
     return image if alt is None else image.model_copy(update={"alt": alt})
 
 
-def _unpacked(data: str, path: str) -> bytes:
+def _digest(file: bytes) -> str:
+    return hashlib.sha256(file).hexdigest()
+
+
+def _unpacked(data: str, path: str) -> tuple[bytes, str]:
+    """Return the file in Base64 and its digest."""
     try:
-        return base64.b64decode(data, validate=True)
+        file = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "an image is not Base64", field=path, hint=FORMATS_HINT
         ) from None
+    return file, _digest(file)
 
 
 def _unknown(digest: str, path: str) -> InferenceCenterError:
