@@ -201,8 +201,9 @@ class RunningDaemon:
         """
         return DaemonUsage(front=read_usage(self.pid), engine=read_usage(self.engine.pid))
 
-    async def new_token(self, client: str) -> str:
-        """Create an account with the scope ``user`` and no own limits, and return its token."""
+    async def new_token(self, client: str, *, max_sessions: int | None = None) -> str:
+        """Create an account with the scope ``user`` and no limits but ``max_sessions``, and return its token."""
+        limit = () if max_sessions is None else ("--max-sessions", str(max_sessions))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -210,6 +211,7 @@ class RunningDaemon:
             "token",
             "create",
             client,
+            *limit,
             "--json",
             env=self.settings.environment(self._state_dir),
             stdout=asyncio.subprocess.PIPE,
