@@ -197,6 +197,7 @@ async def test_peer_with_other_slots_has_no_ratio(daemon: RunningDaemon) -> None
             "all at once / in groups",
         ),
         ("gateway", Options(clients=(2,), duration_s=0.1, connections=20, repeat=1), "front CPU a frame"),
+        ("front", Options(clients=(1,), max_tokens=4, duration_s=0.1, repeat=1), "front CPU to open a session"),
         ("idle", Options(backend="echo", sessions=3, duration_s=0.1), "CPU"),
         ("start", Options(backend="echo", repeat=1), "time to ready"),
         (

@@ -66,12 +66,19 @@ def test_daemon_with_hosts() -> None:
     assert settings.n_engines == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("cluster", Options(clients=(5,)), "--slots: one node has to take the 10 streams of two"),
+        ("front", Options(clients=(1, 2)), "--clients: this scenario takes one number"),
+    ],
+)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_one_node_takes_the_streams_of_two(generator: LoadGenerator) -> None:
-    """Else streams would wait for slots, which is no gap of the loss."""
-    scenario = cluster.SCENARIO
-    options = resolve("cluster", Options(clients=(5,)), defaults=scenario.defaults, takes=scenario.takes)
-    with pytest.raises(InferenceCenterError, match="--slots: one node has to take the 10 streams of two"):
+async def test_unsuitable_options_are_refused(generator: LoadGenerator, name: str, given: Options, words: str) -> None:
+    """Streams that wait for slots would be taken for a loss."""
+    scenario = find(name)
+    options = resolve(name, given, defaults=scenario.defaults, takes=scenario.takes)
+    with pytest.raises(InferenceCenterError, match=words):
         await scenario.run(Bench(options, generator, RecordingProgress()))
 
 

@@ -23,6 +23,7 @@ from benchmarks.scenarios import (
     context,
     crash,
     find,
+    front,
     gateway,
     idle,
     interference,
@@ -180,6 +181,17 @@ def test_replicas_count_returning_turns() -> None:
     assert values(replace(found, alone_tok_s=0.5))["relative to one replica"] == 4
     unknown = replicas.read(measured([turn(0, 1), turn(1, 2)]).answer, rounds[:2])
     assert unknown.found_kv is None
+
+
+def test_front_costs_are_those_of_its_intervals() -> None:
+    """Half a second of CPU for ten tokens, and as much in ten seconds without turns."""
+    answer = measured([turn(0, 1, 2, 5, tokens=5)], [turn(1, 2, 3, 4, tokens=5)]).answer
+    later = replace(AFTER, front=replace(AFTER.front, cpu_s=2.0))
+    found = values(front.read(answer, quiet=BEFORE, before=AFTER, after=later, duration_s=10))
+
+    assert found["front CPU, no turns"] == pytest.approx(50)
+    assert found["front CPU a token"] == pytest.approx(50_000)
+    assert (found["generation"], found["front RSS"]) == (2, 20)
 
 
 def test_sparse_counts_common_decode_time() -> None:
