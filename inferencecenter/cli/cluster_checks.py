@@ -360,8 +360,8 @@ def _problems(facts: NodeFacts, files: Mapping[str, FileVerdict]) -> Iterator[Ch
         yield Check(name, CheckResult.FAILED, detail, hint, unavailable)
     for path, found in files.items():
         if found == "different":
-            hint = f"Copy the daemon's {path} there: an engine with another file is not started."
-            yield Check(name, CheckResult.FAILED, f"has another {Path(path).name}", hint, ErrorCode.INVALID_MODEL_FILE)
+            hint = "The first engine there copies the daemon's file, and leaves this one as it is."
+            yield Check(name, CheckResult.WARNING, f"has another {Path(path).name}", hint)
         elif found == "missing":
-            hint = f"Copy {path} to the same path, or to `models` of the node's directory."
+            hint = "The first engine there copies it from the daemon, unless that was done before."
             yield Check(name, CheckResult.WARNING, f"has no {Path(path).name}", hint)

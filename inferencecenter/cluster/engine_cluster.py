@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Final, Self
 import structlog
 
 from inferencecenter.cluster.certificates import ClusterCertificates
+from inferencecenter.cluster.file_transfer import FileServer
 from inferencecenter.cluster.ray_cluster import RayCluster, RayStarter
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.hardware.placement import MIB
 from inferencecenter.supervisor.nodes import JoinedNode, NodeTable
 from inferencecenter.supervisor.process import NodeUnreachableError
 from inferencecenter.supervisor.remote import HostListener, HostRegistry, RemoteLauncher
@@ -55,9 +57,11 @@ class EngineCluster:
                 hint="Without the directory new certificates are made; engines on other machines are loaded again.",
                 field="state_dir",
             ) from error
+        registry = HostRegistry(state_dir / _HOSTS_FILE)
+        self._files = FileServer(certificates, registry, bytes_per_s=settings.copy_mib_per_s * MIB)
         self._listener = HostListener(
             certificates,
-            HostRegistry(state_dir / _HOSTS_FILE),
+            registry,
             lost_after_s=LOST_AFTER_S,
             orphan_s=settings.orphan_s,
         )
@@ -72,13 +76,17 @@ class EngineCluster:
         Raises:
             InferenceCenterError: ``invalid_config``; the address is in use or not one of this machine.
         """
+        settings = self._settings
         try:
-            await self._listener.open(self._listen, self._settings.port)
+            await self._listener.open(self._listen, settings.port)
+            self._files.open(self._listen, settings.files_port)
         except OSError as error:
+            await self._listener.close()
             raise InferenceCenterError(
                 ErrorCode.INVALID_CONFIG,
-                f"hosts cannot connect to {self._listen}:{self._settings.port}: {reason_of(error)}",
-                hint="Set cluster.listen to an address of this machine, and cluster.port to a free port.",
+                f"hosts cannot connect to {self._listen}, port {settings.port} and {settings.files_port}: "
+                f"{reason_of(error)}",
+                hint="Set cluster.listen to an address of this machine, and the two ports to free ones.",
                 field="cluster.listen",
             ) from error
         self._tasks.keep_running(self._follow_nodes, name="nodes")
@@ -103,10 +111,13 @@ class EngineCluster:
     async def __aexit__(self, *_: object) -> None:
         """Drop the connections to hosts, which keep their engines for a while, and to the cluster."""
         await self._tasks.cancel()
+        self._files.close()
         await self._listener.close()
         await self._ray.close()
 
     def launcher(self, spec: ModelSpec, index: int) -> RemoteLauncher:
         """Return what starts the engines of a replica."""
         starter = RayStarter(self._ray, spec.nodes[index])
-        return RemoteLauncher(f"{spec.name}/{index}", spec.engine, listener=self._listener, starter=starter)
+        return RemoteLauncher(
+            f"{spec.name}/{index}", spec.engine, listener=self._listener, starter=starter, files=self._files
+        )

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -24,6 +25,7 @@ import uvloop
 
 from inferencecenter import __version__
 from inferencecenter.cluster.certificates import FRONT_NAME, client_context
+from inferencecenter.cluster.file_transfer import CopyCancelledError, FileCopier
 from inferencecenter.cluster.node import Node
 from inferencecenter.core.errors import InferenceCenterError, reason_of
 from inferencecenter.core.tasks import TaskGroup
@@ -45,7 +47,7 @@ from inferencecenter.ipc.link import (
     StartEngine,
     to_host_decoder,
 )
-from inferencecenter.ipc.messages import Configure, LoadFailed, Reattach, Suspended
+from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, Reattach, Suspended
 from inferencecenter.supervisor.process import EngineLockError, LocalLauncher
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 RETRY_S: Final = 0.5
 """Seconds between two attempts to connect."""
 CONNECT_TIMEOUT_S: Final = 10.0
+_OTHER_ENGINE: Final = "the front wants another engine"
 _RESOURCES_EVERY: Final = 5
 """Heartbeats between two readings of the machine's memory."""
 _log = structlog.get_logger(__name__)
@@ -154,6 +157,7 @@ class EngineHost:
         self._node = node
         self._launcher = LocalLauncher(node.lock_path(ticket.engine))
         self._order: StartEngine | None = None
+        self._copier: FileCopier | None = None
         self._engine: EngineProcess | None = None
         self._link: FrontLink | None = None
         self._is_over = asyncio.Event()
@@ -166,6 +170,7 @@ class EngineHost:
             over = self._tasks.spawn(self._until_over(), name="over")
             await asyncio.wait([connecting, over], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._cancel_copying()
             if self._engine is not None:
                 await self._engine.end()
             await self._tasks.cancel()
@@ -234,6 +239,7 @@ class EngineHost:
                 else:
                     self._engine.close()
             case EndEngine():
+                self._cancel_copying()
                 self._report(HostedEngineEnded(detail="there is no engine", by_itself=False))
             case HostWelcome() | FrontBeat() | Configure():
                 pass
@@ -243,24 +249,48 @@ class EngineHost:
                     self._link.channel.pause_reading()
 
     def _start(self, order: StartEngine) -> None:
-        if self._engine is None:
+        running, self._order = self._order, order
+        if running is None:
             self._tasks.spawn(self._run_engine(order), name="engine")
-        elif self._order is not None and _is_same(order, self._order):
+        elif not _is_same(order, running):
+            self._cancel_copying()
+            if self._engine is not None:
+                self._engine.kill(because=_OTHER_ENGINE)
+        elif self._engine is not None:
             self._send(HostedEngineStarted(self._engine.pid))
             self._engine.channel.send(Reattach())
-        else:
-            self._engine.kill(because="the front wants another engine")
+
+    def _cancel_copying(self) -> None:
+        if self._copier is not None:
+            self._copier.cancel()
+
+    def _on_copy_progress(self, loop: asyncio.AbstractEventLoop, name: str, done: float) -> None:
+        """Report the progress; called from the copying thread."""
+        loop.call_soon_threadsafe(self._send, Loading(done, copying=name))
+
+    def _files_access(self) -> tuple[int, str]:
+        welcome = self._link.welcome if self._link is not None else None
+        port = self._order.files_port if self._order is not None else 0
+        return port, self._key if welcome is None else welcome.resume_key
 
     async def _run_engine(self, order: StartEngine) -> None:
-        self._order = order
+        self._copier = FileCopier(
+            self._node.copies,
+            self._ticket,
+            access=self._files_access,
+            on_progress=partial(self._on_copy_progress, asyncio.get_running_loop()),
+        )
         try:
-            options = await asyncio.to_thread(self._node.complete, order)
+            options = await asyncio.to_thread(self._node.complete, order, self._copier)
             engine = await self._launcher.launch(
                 options,
                 is_first=options.kv_adopt == "durable",
                 on_message=self._on_engine_message,
                 on_drain=self._resume_front,
             )
+        except CopyCancelledError:
+            self._report(HostedEngineEnded(detail=_OTHER_ENGINE, by_itself=False))
+            return
         except InferenceCenterError as error:
             self._send(LoadFailed(error.code.value, error.message, error.hint or ""))
             self._report(HostedEngineEnded(detail=error.message, by_itself=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,6 +23,9 @@ from inferencecenter.supervisor.nodes import machine_resources
 from inferencecenter.supervisor.planning import Planner
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from inferencecenter.cluster.file_transfer import FileCopier
     from inferencecenter.cluster.ray_cluster import FileVerdict
     from inferencecenter.ipc.link import NodeResources, StartEngine
 
@@ -39,7 +43,8 @@ def default_directory() -> Path:
 class Node:
     """This machine.
 
-    Its ``directory`` has model files in ``models``, KV on disk in ``kv``, and how far plans were off.
+    Its ``directory`` has the operator's model files in ``models``, copies of the front's in ``copies``, KV on disk in
+    ``kv``, and how far plans were off.
     """
 
     directory: Path
@@ -60,6 +65,11 @@ class Node:
         """Where model files are looked for that are not at the front's path."""
         return self.directory / "models"
 
+    @property
+    def copies(self) -> Path:
+        """Where files are that were copied from the front."""
+        return self.directory / "copies"
+
     def lock_path(self, engine: str) -> Path:
         """Return the lock of an engine."""
         return self.directory / f"engine-{_short(engine)}.lock"
@@ -69,14 +79,24 @@ class Node:
         """Return the memory of this machine, and its GPUs; blocks."""
         return machine_resources(read_gpus())
 
-    def complete(self, order: StartEngine) -> EngineOptions:
-        """Return the options of an engine on this machine: with its paths, and planned for its GPUs. Blocks.
+    def complete(self, order: StartEngine, copier: FileCopier) -> EngineOptions:
+        """Return the options of an engine on this machine: with its paths, and planned for its GPUs.
+
+        Blocks, and files that are not here are copied first.
 
         Raises:
-            InferenceCenterError: ``invalid_model_file`` for a file that is not here, or differs from the front's.
+            CopyCancelledError: The copier was cancelled.
+            InferenceCenterError: ``invalid_model_file`` for a file that is not here and cannot be copied, and
+                ``storage_unavailable`` for one that does not fit.
         """
         options = EngineOptions.model_validate_json(order.options_json)
-        paths = {file.path: str(self._find(file)) for file in order.files}
+        groups: defaultdict[str, list[ModelFile]] = defaultdict(list)
+        for file in order.files:
+            groups[file.group].append(file)
+        paths = {
+            path: str(self._find(files, copier if order.files_port else None) / Path(path).name)
+            for path, files in groups.items()
+        }
         kv = options.kv
         ram_dir = Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - a directory writable by others is refused
         options = options.replace(
@@ -101,34 +121,36 @@ class Node:
         return planner.first(options)
 
     def compare(self, file: ModelFile) -> FileVerdict:
-        """Return whether this machine has a file of the front. Blocks.
+        """Return whether this machine has a file of the front, but for copies. Blocks.
 
         Raises:
             OSError: It cannot be read.
         """
-        found = self._candidates(file)
-        return "missing" if not found else "same" if any(_is_same(path, file) for path in found) else "different"
+        found = [place for place in self._places([file]) if (place / Path(file.path).name).is_file()]
+        if not found:
+            return "missing"
+        return "same" if any(_is_same(place, file) for place in found) else "different"
 
-    def _candidates(self, file: ModelFile) -> list[Path]:
-        """Return the files that may be one of the front's: at its path, or by its name in ``models``."""
-        return [path for path in (Path(file.path), self.models / Path(file.path).name) if path.is_file()]
-
-    def _find(self, file: ModelFile) -> Path:
-        """Return where a file is on this machine."""
-        found = self._candidates(file)
-        for path in found:
-            if _is_same(path, file):
-                return path
-        name = Path(file.path).name
-        what = f"has another {name} than the daemon, in {found[0]}" if found else f"has no {name}"
+    def _find(self, files: Sequence[ModelFile], copier: FileCopier | None) -> Path:
+        """Return the directory that has files which belong together: the front's, ``models``, or that of copies."""
+        for directory in self._places(files):
+            if all((directory / Path(file.path).name).is_file() and _is_same(directory, file) for file in files):
+                return directory
+        if copier is not None:
+            return copier.fetch(files)
+        name = Path(files[0].path).name
         raise InferenceCenterError(
             ErrorCode.INVALID_MODEL_FILE,
-            f"The machine {os.uname().nodename} {what}.",
-            hint=f"Copy the daemon's file to {self.models} on that machine.",
+            f"The machine {os.uname().nodename} does not have the daemon's {name}.",
+            hint=f"Copy it to {self.models} on that machine.",
         )
 
+    def _places(self, files: Sequence[ModelFile]) -> tuple[Path, ...]:
+        return (Path(files[0].path).parent, self.models)
 
-def _is_same(path: Path, file: ModelFile) -> bool:
+
+def _is_same(directory: Path, file: ModelFile) -> bool:
+    path = directory / Path(file.path).name
     return path.stat().st_size == file.size_bytes and file_digest(path) == file.digest
 
 

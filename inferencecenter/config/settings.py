@@ -562,6 +562,16 @@ class ClusterSettings(Section):
     port: int = Field(
         6381, ge=0, le=65535, description="Port for that; 0 picks a free one, which changes with restarts."
     )
+    files_port: int = Field(
+        6382, ge=0, le=65535, description="Port from which nodes copy model files that they lack; 0 picks a free one."
+    )
+    copy_mib_per_s: float = Field(
+        256.0,
+        ge=0,
+        le=100_000,
+        description="MiB of model files a second that are sent to all nodes together; 0 is no limit. Set it below what "
+        "the network can carry, so that tokens are not delayed.",
+    )
     orphan_s: float = Field(
         60.0,
         ge=5,

@@ -133,24 +133,31 @@ class FrontBeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class ModelFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file that an engine reads: its path on the front's machine, its size, and the digest of ``file_digest``."""
+    """A file that an engine reads: its path on the front's machine, its size, and the digest of ``file_digest``.
+
+    ``mtime_ns`` is the time of its last change there, and ``group`` the first part of a split model.
+    """
 
     path: str
     size_bytes: int
     digest: str
+    mtime_ns: int = 0
+    group: str = ""
 
 
 class StartEngine(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Start an engine with these ``EngineOptions`` as JSON, or continue with one that has the same options.
 
     The host finds the ``files`` on its machine, and completes the options for it: what the model's ``EngineSettings``
-    in ``engine_json`` leave open is planned there. The reply is that of an engine that loads a model, with ``Ready`` or
-    ``LoadFailed`` at the end.
+    in ``engine_json`` leave open is planned there. Files that are missing there it copies from the front's
+    ``files_port``, if there is one. The reply is that of an engine that loads a model, with ``Ready`` or ``LoadFailed``
+    at the end.
     """
 
     options_json: bytes
     engine_json: bytes
     files: tuple[ModelFile, ...] = ()
+    files_port: int = 0
 
 
 class EndEngine(msgspec.Struct, frozen=True, tag=True):

@@ -383,10 +383,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """The model is being loaded; ``fraction`` runs from 0 to 1. ``offloads``: a GPU that takes layers is present."""
+    """The model is being loaded; ``fraction`` runs from 0 to 1. ``offloads``: a GPU that takes layers is present.
+
+    Before that, a host that lacks a file of the model reports how much of the file ``copying`` it has.
+    """
 
     fraction: float
     offloads: bool = False
+    copying: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

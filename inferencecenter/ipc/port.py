@@ -45,7 +45,7 @@ class EngineStatus:
     ``load_fraction`` runs from 0 to 1; ``detail`` describes the last failure, empty when there is none. ``running`` and
     ``waiting`` count turns, ``rss_bytes`` is the child's resident memory. ``parked_sessions`` have their KV outside the
     slots; with shared prefixes it takes ``parked_bytes``, of which ``parked_ram_bytes`` are in memory. ``node`` is the
-    machine of a replica.
+    machine of a replica, and ``copying`` the progress of copying a file there, as text.
 
     Of a model with several ``replicas`` it is the state of the most usable one, the sum of their figures, and a
     ``model`` with the slots of all.
@@ -64,7 +64,13 @@ class EngineStatus:
     parked_bytes: int = 0
     parked_ram_bytes: int = 0
     node: str = ""
+    copying: str = ""
     replicas: tuple[EngineStatus, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """What is copied, else the last failure; empty if there is neither."""
+        return self.copying or self.detail
 
     @property
     def serves(self) -> bool:

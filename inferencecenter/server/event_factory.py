@@ -80,7 +80,7 @@ def describe_engine(engine: EngineStatus) -> str:
     if engine.serves and engine.model is not None:
         return f"{engine.model.name} is asleep, and wakes for the next turn"
     if engine.state is EngineState.STARTING:
-        return f"loading the model: {engine.load_fraction:.0%}"
+        return engine.copying or f"loading the model: {engine.load_fraction:.0%}"
     return f"the engine is {engine.state}" + (f": {engine.detail}" if engine.detail else "")
 
 
@@ -91,7 +91,7 @@ def engine_changed(engine: EngineStatus, *, model: str | None = None) -> events.
         return None
     if engine.state is EngineState.STARTING and engine.detail:  # about the previous model; sleep is not announced
         state = "restarting"
-    return events.EngineChanged(state=state, detail=engine.detail, model=model)
+    return events.EngineChanged(state=state, detail=engine.description, model=model)
 
 
 def storage_changed(fault: StorageFault | None) -> events.StorageChanged:

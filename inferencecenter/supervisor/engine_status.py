@@ -54,7 +54,10 @@ class LoadProgress:
         self._logged_at = 0.0
         self._offloads = False
         self._refusal: LoadFailed | None = None
+        self._shown_tenth = 0
         self.fraction = 0.0
+        self.copying = ""
+        """The progress of copying a file to the engine's machine, as text."""
 
     def may_lack_gpu_memory(self, options: EngineOptions) -> bool:
         """Return whether an engine that failed to load with these options may have exceeded a GPU's memory."""
@@ -64,16 +67,25 @@ class LoadProgress:
     def begin(self) -> None:
         """Reset the progress for an engine that is being started."""
         self.fraction, self._offloads, self._refusal = 0.0, False, None
+        self._shown_tenth, self.copying = 0, ""
 
     def advance(self, message: Loading) -> bool:
         """Record progress; return whether to publish it, which is at each tenth."""
-        before, self.fraction, self._offloads = self.fraction, message.fraction, message.offloads
-        if int(before * _SHOWN_STEPS) == int(message.fraction * _SHOWN_STEPS):
+        was_copying, percent = bool(self.copying), round(message.fraction * 100)
+        self.copying = f"copying {message.copying} to its machine: {percent} %" if message.copying else ""
+        if not message.copying:
+            self.fraction, self._offloads = message.fraction, message.offloads
+        tenth = int(message.fraction * _SHOWN_STEPS)
+        if tenth == self._shown_tenth and was_copying == bool(self.copying):
             return False
+        self._shown_tenth = tenth
         now = self._monotonic()
         if now - self._logged_at >= _LOGGED_EVERY_S:
             self._logged_at = now
-            self._log.info("model_loading", percent=round(message.fraction * 100))
+            if message.copying:
+                self._log.info("model_copying", file=message.copying, percent=percent)
+            else:
+                self._log.info("model_loading", percent=percent)
         return True
 
     def refuse(self, message: LoadFailed) -> None:

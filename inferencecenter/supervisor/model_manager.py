@@ -110,7 +110,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
             kind=kind,
             vision=vision,
             state=_STATES.get(status.state, "unloaded"),
-            detail=status.detail,
+            detail=status.description,
             load_fraction=fraction,
             replicas=replicas,
         )
@@ -120,7 +120,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
         kind=kind,
         vision=vision,
         state=_STATES.get(status.state, "asleep"),
-        detail=status.detail,
+        detail=status.description,
         n_ctx=loaded.n_ctx,
         slots=loaded.slots,
         parameters=loaded.n_params,
@@ -135,7 +135,7 @@ def _replica_summary(status: EngineStatus) -> ReplicaSummary:
     return ReplicaSummary(
         node=status.node,
         state=_STATES.get(status.state, "asleep"),
-        detail=status.detail,
+        detail=status.description,
         running=status.running,
         waiting=status.waiting,
         restarts=status.restarts,

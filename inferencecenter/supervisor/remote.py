@@ -30,6 +30,7 @@ import structlog
 from inferencecenter import __version__
 from inferencecenter.core.errors import reason_of
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.hardware.gguf import SHARD
 from inferencecenter.ipc.channel import Channel
 from inferencecenter.ipc.framing import MAX_FRAME_BYTES
 from inferencecenter.ipc.link import (
@@ -86,6 +87,13 @@ class HostStarter(Protocol):
         Raises:
             NodeUnreachableError: It cannot be started.
         """
+
+
+class FileSource(Protocol):
+    """Sends files to hosts that lack them."""
+
+    def offer(self, engine: str, files: tuple[ModelFile, ...]) -> int:
+        """Let the host of an engine copy these files and no others; return the port for that."""
 
 
 class Certificates(Protocol):
@@ -153,6 +161,11 @@ class HostRegistry:
         self._engines[hello.engine] = _Registration(epoch=known.epoch, resume_key=_digest(resume_key))
         self._write()
         return resume_key
+
+    def is_connected(self, engine: str, epoch: int, key: str) -> bool:
+        """Return whether this is the key of the latest host's connections."""
+        known = self._of(engine)
+        return epoch == known.epoch and hmac.compare_digest(_digest(key), known.resume_key)
 
     def may_return(self, engine: str) -> bool:
         """Return whether a host that was connected before may connect again."""
@@ -513,13 +526,23 @@ class RemoteLauncher:
         engine: The settings of the model's engines, by which hosts plan.
         listener: Where its hosts connect.
         starter: Starts them.
+        files: Sends them the files that they lack; ``None`` sends none.
     """
 
-    def __init__(self, name: str, engine: EngineSettings, *, listener: HostListener, starter: HostStarter) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: EngineSettings,
+        *,
+        listener: HostListener,
+        starter: HostStarter,
+        files: FileSource | None = None,
+    ) -> None:
         self._name = name
         self._engine = engine
         self._listener = listener
         self._starter = starter
+        self._files = files
 
     @property
     def link(self) -> HostLink | None:
@@ -554,6 +577,7 @@ class RemoteLauncher:
             options_json=options.model_dump_json().encode(),
             engine_json=self._engine.model_dump_json().encode(),
             files=files,
+            files_port=0 if self._files is None else self._files.offer(self._name, files),
         )
         engine.start(order, on_message=on_message, on_drain=on_drain)
         return engine
@@ -565,9 +589,20 @@ def _model_files(options: EngineOptions) -> tuple[ModelFile, ...]:
     Raises:
         OSError: One cannot be read.
     """
+    if options.backend != "llama":
+        return ()
     paths = [options.model_path, options.draft_path, options.mmproj_path, *(str(each.path) for each in options.lora)]
-    return tuple(
-        ModelFile(path, Path(path).stat().st_size, file_digest(Path(path)))
-        for path in paths
-        if path and options.backend == "llama"
-    )
+    return tuple(_model_file(part, path) for path in paths if path for part in _parts(Path(path)))
+
+
+def _model_file(path: Path, first: str) -> ModelFile:
+    status = path.stat()
+    return ModelFile(str(path), status.st_size, file_digest(path), status.st_mtime_ns, first)
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return a file, or all parts of the split one whose first part it is."""
+    if (named := SHARD.match(path.stem)) is None or int(named["number"]) != 1:
+        return [path]
+    count = named["count"]
+    return [path.with_name(f"{named['stem']}-{part:05}-of-{count}.gguf") for part in range(1, int(count) + 1)]

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         PromptSegment,
     )
     from inferencecenter.ipc.port import EngineTurn
+    from inferencecenter.supervisor.lifecycle import TimerHandle
     from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns, Suspicion
     from inferencecenter.supervisor.process import Engine, EngineLauncher
 
@@ -174,6 +175,7 @@ class Supervisor:
         self._refused = False
         self._revived = False
         self._retry_s = 0.0
+        self._load_timer: TimerHandle | None = None
         self._detail = ""
         self._restarts = 0
         self._ready_since: float | None = None
@@ -199,6 +201,7 @@ class Supervisor:
             pid=self._process.pid if self._process else None,
             load_fraction=self._progress.fraction,
             detail=self._detail,
+            copying=self._progress.copying,
             restarts=self._restarts,
             running=self._gauges.running,
             waiting=self._gauges.waiting + self._turns.n_waiting,
@@ -616,15 +619,22 @@ class Supervisor:
         self._log.info("engine_started", pid=process.pid, backend=self._options.backend)
         if self._stop_requested.is_set():
             process.close()
-        load_timer = asyncio.get_running_loop().call_later(self._options.load_timeout_s, self._give_up_loading, process)
+        self._limit_loading(process)
         try:
             return await process.gone()
         except BaseException:
             process.kill()
             raise
         finally:
-            load_timer.cancel()
+            self._limit_loading(None)
             self._process = None
+
+    def _limit_loading(self, process: Engine | None) -> None:
+        """Begin the time that loading may take, anew while a file is copied; ``None`` ends it."""
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+        give_up = None if process is None else partial(self._give_up_loading, process)
+        self._load_timer = None if give_up is None else call_later(self._options.load_timeout_s, give_up)
 
     def _give_up_loading(self, process: Engine) -> None:
         if self._state is EngineState.STARTING:
@@ -685,8 +695,7 @@ class Supervisor:
             case LogLine():
                 log_line(message, log=self._log)
             case Loading():
-                if self._progress.advance(message):
-                    self._listeners.notify(self.status)
+                self._loading(message)
             case Ready(model=model) if self._state is EngineState.STARTING:
                 self._ready(model)
             case LoadFailed():
@@ -711,6 +720,12 @@ class Supervisor:
             self._log.warning("queue_long", waiting=message.waiting, running=message.running)
         for event in message.events:
             self._turns.on_engine_event(event)
+
+    def _loading(self, message: Loading) -> None:
+        if message.copying and self._process is not None:
+            self._limit_loading(self._process)
+        if self._progress.advance(message):
+            self._listeners.notify(self.status)
 
     def _ready(self, model: ModelInfo) -> None:
         assert self._process is not None, "it has just spoken"

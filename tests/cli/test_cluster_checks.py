@@ -221,7 +221,7 @@ def test_models_and_their_nodes(tmp_path: Path) -> None:
     assert "has left; it was at 10.0.0.3" in checks["node box3"].detail
     assert checks["node box4"].detail == "has not joined"
     assert "take it out of `nodes` of big" in checks["node box4"].hint
-    assert checks["node box2"].verdict is CheckResult.FAILED
+    assert checks["node box2"].verdict is CheckResult.WARNING
     assert "has another" in checks["node box2"].detail
     assert checks["node spare"].verdict is CheckResult.OK
     facts = NodeFacts(name="box2", version=__version__, llama_cpp=BINDINGS, files=("missing",))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from inferencecenter.cluster.certificates import ClusterCertificates
+from inferencecenter.cluster.file_transfer import FileServer
 from inferencecenter.cluster.node import DIRECTORY_VARIABLE
 from inferencecenter.config.sections import EngineSettings
 from inferencecenter.supervisor.remote import HostListener, HostRegistry, RemoteLauncher
@@ -29,9 +30,13 @@ HOST = "inferencecenter.cluster.engine_host"
 
 @dataclass
 class LocalStarter:
-    """Starts hosts as children, each a machine of its own, and keeps their tickets; implements ``HostStarter``."""
+    """Starts hosts as children, and keeps their tickets; implements ``HostStarter``.
+
+    Each is a machine of its own unless they share the directory of the first.
+    """
 
     directory: Path
+    shares_directory: bool = False
     module: str = STUB_HOST
     address: tuple[str, int] | None = None
     tickets: list[LinkTicket] = field(default_factory=list)
@@ -47,10 +52,11 @@ class LocalStarter:
         self.started.set()
 
     def _spawn(self, ticket: LinkTicket) -> subprocess.Popen[bytes]:
+        number = "0" if self.shares_directory else str(len(self.hosts))
         host = subprocess.Popen(
             [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
-            env={**os.environ, DIRECTORY_VARIABLE: str(self.directory / str(len(self.hosts)))},
+            env={**os.environ, DIRECTORY_VARIABLE: str(self.directory / number)},
         )
         assert host.stdin is not None
         host.stdin.write(msgspec.json.encode(ticket) + b"\n")
@@ -144,15 +150,17 @@ class Front:
     listener: HostListener
     launcher: RemoteLauncher
     proxy: Proxy
+    files: FileServer
 
     @classmethod
     async def open(
         cls, state_dir: Path, *, starter: LocalStarter | None = None, port: int = 0, orphan_s: float = 30.0
     ) -> Front:
         """Return a front with this state directory."""
+        certificates, registry = ClusterCertificates(state_dir / "cluster"), HostRegistry(state_dir / "hosts.json")
         listener = HostListener(
-            ClusterCertificates(state_dir / "cluster"),
-            HostRegistry(state_dir / "hosts.json"),
+            certificates,
+            registry,
             lost_after_s=3.0,
             orphan_s=orphan_s,
         )
@@ -160,5 +168,9 @@ class Front:
         proxy = Proxy(listener.address)
         starter = starter or LocalStarter(state_dir / "node")
         starter.address = starter.address or await proxy.open()
-        launcher = RemoteLauncher("stub", EngineSettings(backend="echo"), listener=listener, starter=starter)
-        return cls(state_dir, starter, listener, launcher, proxy)
+        files = FileServer(certificates, registry, bytes_per_s=0)
+        files.open("127.0.0.1", 0)
+        launcher = RemoteLauncher(
+            "stub", EngineSettings(backend="echo"), listener=listener, starter=starter, files=files
+        )
+        return cls(state_dir, starter, listener, launcher, proxy, files)

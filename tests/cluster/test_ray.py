@@ -108,7 +108,8 @@ class Cluster:
         """Return the environment of a daemon whose model has a replica on each of these nodes."""
         path = self.folder / "daemon.toml"
         path.write_text(
-            f'[cluster]\naddress = "{self.address}"\ntoken_file = "{self.folder / "token"}"\nport = {self.port}\n'
+            f'[cluster]\naddress = "{self.address}"\ntoken_file = "{self.folder / "token"}"\n'
+            f"port = {self.port}\nfiles_port = 0\n"
             f"[models.twin]\nslots = 2\nnodes = {list(nodes)}\n"
         )
         return {

@@ -36,6 +36,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
     front = await Front.open(tmp_path)
     yield front
     front.starter.clean_up()
+    front.files.close()
     await front.listener.close()
     await front.proxy.close()
 
@@ -223,6 +224,7 @@ async def test_engine_outlives_its_front(front: Front, tmp_path: Path) -> None:
     assert len(engine_pids(log)) == 1
     assert len(front.starter.tickets) == 1
     await again.supervisor.stop()
+    second.files.close()
     await second.listener.close()
 
 

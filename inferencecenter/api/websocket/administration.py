@@ -327,7 +327,7 @@ def _node(node: NodeStatus, local_gpus: Gpus) -> ClusterNode:
                 model=engine.model,
                 replica=engine.replica,
                 state=engine.status.state.value,
-                detail=engine.status.detail,
+                detail=engine.status.description,
                 load_fraction=round(engine.status.load_fraction, 2),
                 running=engine.status.running,
                 waiting=engine.status.waiting,
