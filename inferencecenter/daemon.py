@@ -720,7 +720,7 @@ def _exclusive_state_dir(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
+def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-only but for what it works on
     settings: Settings,
     registry: Registry,
     *,
@@ -759,6 +759,7 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
         spec: ModelSpec,
         index: int,
         *,
+        node: str,
         share: ReplicaShare | None = None,
         suspicions: dict[str, Suspicion] | None = None,
         rates: ReplicaRates | None = None,
@@ -768,15 +769,15 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
         launcher: EngineLauncher = LocalLauncher(settings.state_dir / f"engine-{replica_key(spec, index)}.lock")
         planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
         host: HostConnection | None = None
-        if spec.nodes[index] != LOCAL_NODE:
+        if node != LOCAL_NODE:
             assert cluster is not None, "the registry refuses nodes without a cluster"
-            launcher = host = cluster.launcher(spec, index)
+            launcher = host = cluster.launcher(spec, index, node)
             planner = RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
         if first is None:
             # A wrong GPU setting is to end the daemon, so the first model is planned now; others when they are loaded.
             options = planner.first(options)
-        meter = StepMeter(metrics.engines, metrics.nodes, model=spec.name, node=spec.nodes[index])
+        meter = StepMeter(metrics.engines, metrics.nodes, model=spec.name, node=node)
         supervisor = Supervisor(
             options,
             live_sessions=live_sessions,
@@ -789,15 +790,15 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
             suspicion_file=suspicion_file,
             suspicions=suspicions,
             launcher=launcher,
-            node=spec.nodes[index],
+            node=node,
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
         return Replica(supervisor, planner, rates or ReplicaRates(), host=host)
 
     def make(spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
-        if spec.nodes == (LOCAL_NODE,):
-            only = make_replica(spec, 0, admit=admit, ends_with_it=ends_daemon)
+        if not spec.is_on_nodes:
+            only = make_replica(spec, 0, node=LOCAL_NODE, admit=admit, ends_with_it=ends_daemon)
             return ManagedModel(spec, only.planner, only.supervisor)
 
         async def admit_replica(supervisor: Supervisor) -> bool:
@@ -805,19 +806,27 @@ def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
 
         replicas: list[Replica] = []
         suspicions: dict[str, Suspicion] = {}
-        for index in range(spec.replicas):
-            replicas.append(
-                make_replica(
-                    spec,
-                    index,
-                    share=_local_share(spec, index, replicas),
-                    suspicions=suspicions,
-                    rates=ReplicaRates(),
-                    admit=admit_replica,
-                    ends_with_it=lambda _: ends_daemon(replica_set),
-                )
+
+        def make_one(index: int, node: str) -> Replica:
+            return make_replica(
+                spec,
+                index,
+                node=node,
+                share=_local_share(spec, index, replicas),
+                suspicions=suspicions,
+                rates=ReplicaRates(),
+                admit=admit_replica,
+                ends_with_it=lambda _: ends_daemon(replica_set),
             )
-        replica_set = ReplicaSet(replicas, placed=metrics.engines.placement_counter(spec.name))
+
+        for index, node in enumerate(spec.nodes):
+            replicas.append(make_one(index, node))
+        replica_set = ReplicaSet(
+            replicas,
+            make=make_one,
+            is_drained=_drained_nodes(cluster),
+            placed=metrics.engines.placement_counter(spec.name),
+        )
         return ManagedModel(spec, replicas[0].planner, replica_set)
 
     models = ModelManager(
@@ -840,6 +849,10 @@ async def _running(models: ModelManager, cluster: EngineCluster | None, *, after
             yield
         finally:
             await models.stop()
+
+
+def _drained_nodes(cluster: EngineCluster | None) -> Callable[[str], bool]:
+    return (lambda _: False) if cluster is None else cluster.nodes.is_drained
 
 
 def _local_share(spec: ModelSpec, index: int, replicas: Sequence[Replica]) -> ReplicaShare | None:

@@ -45,6 +45,8 @@ class AuditEvent(StrEnum):
     CLIENTS_LISTED = "clients_listed"
     CLIENT_KICKED = "client_kicked"
     DRAIN_ASKED = "drain_asked"
+    NODE_DRAINED = "node_drained"
+    NODE_UNDRAINED = "node_undrained"
     MODEL_SWAPPED = "model_swapped"
     MODEL_UNLOADED = "model_unloaded"
     MCP_TOOL_CALLED = "mcp_tool_called"

@@ -37,7 +37,7 @@ _COMMANDS: Final = {
     "audit": "Show the audit log.",
     "config": "Show, check and write settings.",
     "bench": "Measure speed, alone or side by side with other servers.",
-    "cluster": "Show the machines that run engines for a daemon.",
+    "cluster": "Show and drain the machines that run engines for a daemon.",
     "node": "Make this machine a node of a cluster that runs engines.",
     "doctor": "Check this machine and its configuration.",
     "healthcheck": "Check the health of the daemon.",

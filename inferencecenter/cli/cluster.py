@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _GIB: Final = 1024.0
 _COLUMNS: Final = ("node", "address", "state", "sessions", "heartbeat", "version", "memory", "GPU memory", "engines")
 
-app = typer.Typer(help="Show the machines that run engines for a daemon.", no_args_is_help=True)
+NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Name of the machine.", show_default=False)]
+
+app = typer.Typer(help="Show and drain the machines that run engines for a daemon.", no_args_is_help=True)
 
 
 @app.command("status")
@@ -42,14 +44,52 @@ def status(  # noqa: PLR0913 - one argument an option
     nodes = _exchange(
         reach_daemon(settings, url=url, token=token, token_file=token_file), requests.ListNodes(op="list_nodes")
     )
-    if json:
-        print_json([node.model_dump() for node in nodes])
-        return
-    if not nodes:
+    if not nodes and not json:
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG, "the daemon is in no cluster", field="cluster.address", hint="Set it."
         )
-    print_rows(_COLUMNS, map(_cells, nodes))
+    _print(nodes, json=json)
+
+
+@app.command("drain")
+def drain(  # noqa: PLR0913 - one argument an option
+    node: NodeArgument,
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Move the sessions of a machine to other ones, before it is stopped; `cluster status` shows when that is done."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
+    _print(_exchange(daemon, requests.DrainNode(op="drain_node", node=node)), json=json)
+
+
+@app.command("undrain")
+def undrain(  # noqa: PLR0913 - one argument an option
+    node: NodeArgument,
+    *,
+    config: ConfigOption = None,
+    state_dir: StateDirOption = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Use a machine again that was drained."""
+    settings = load_settings(config, given(state_dir=state_dir))
+    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
+    _print(_exchange(daemon, requests.UndrainNode(op="undrain_node", node=node)), json=json)
+
+
+def _print(nodes: tuple[ClusterNode, ...], *, json: bool) -> None:
+    if json:
+        print_json([node.model_dump() for node in nodes])
+    else:
+        print_rows(_COLUMNS, map(_cells, nodes))
 
 
 def _exchange(daemon: DaemonAccess, request: Request) -> tuple[ClusterNode, ...]:

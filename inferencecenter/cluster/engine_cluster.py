@@ -30,6 +30,7 @@ _POLL_S: Final = 5.0
 _MAX_POLL_S: Final = 60.0
 _CERTIFICATES: Final = "cluster"
 _HOSTS_FILE: Final = "hosts.json"
+_DRAINED_FILE: Final = "drained_nodes.json"
 _log = structlog.get_logger(__name__)
 
 
@@ -67,7 +68,7 @@ class EngineCluster:
         )
         self._ray = RayCluster(settings.address, token_file=settings.token_file)
         self._tasks = TaskGroup("cluster")
-        self.nodes = NodeTable()
+        self.nodes = NodeTable(state_dir / _DRAINED_FILE)
         """The machines."""
 
     async def __aenter__(self) -> Self:
@@ -104,7 +105,7 @@ class EngineCluster:
                 self.nodes.update(None)
                 pause_s = min(2 * pause_s, _MAX_POLL_S)
             else:
-                self.nodes.update({each.name: JoinedNode(each.address, each.alive) for each in joined})
+                self.nodes.update({each.name: JoinedNode(each.address, each.alive, each.own) for each in joined})
                 pause_s = _POLL_S
             await asyncio.sleep(pause_s)
 
@@ -115,9 +116,9 @@ class EngineCluster:
         await self._listener.close()
         await self._ray.close()
 
-    def launcher(self, spec: ModelSpec, index: int) -> RemoteLauncher:
+    def launcher(self, spec: ModelSpec, index: int, node: str) -> RemoteLauncher:
         """Return what starts the engines of a replica."""
-        starter = RayStarter(self._ray, spec.nodes[index])
-        return RemoteLauncher(
-            f"{spec.name}/{index}", spec.engine, listener=self._listener, starter=starter, files=self._files
-        )
+        starter = RayStarter(self._ray, node)
+        # The machines of a model on all of them have other numbers after a restart.
+        name = f"{spec.name}@{node}" if spec.on_all_nodes else f"{spec.name}/{index}"
+        return RemoteLauncher(name, spec.engine, listener=self._listener, starter=starter, files=self._files)

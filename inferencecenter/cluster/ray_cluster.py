@@ -55,6 +55,8 @@ class NodeState(msgspec.Struct, frozen=True):
     name: str
     address: str
     alive: bool
+    own: bool = False
+    """Whether it is that of the process which asks."""
 
 
 FileVerdict: TypeAlias = Literal["same", "different", "missing"]

@@ -122,8 +122,14 @@ def _last_line(error: Exception) -> str:
 
 def _nodes() -> tuple[NodeState, ...]:
     prefix = node_resource("")
+    own_id = ray.get_runtime_context().get_node_id()
     return tuple(
-        NodeState(name=resource.removeprefix(prefix), address=node["NodeManagerAddress"], alive=node["Alive"])
+        NodeState(
+            name=resource.removeprefix(prefix),
+            address=node["NodeManagerAddress"],
+            alive=node["Alive"],
+            own=node["NodeID"] == own_id,
+        )
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         for resource in node["Resources"]
         if resource.startswith(prefix)

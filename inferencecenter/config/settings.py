@@ -492,18 +492,17 @@ class ModelEntry(Section):
 
     path: ExpandedPath | None = Field(None, description="GGUF file; if not set, `NAME.gguf` in `models_dir`.")
     aliases: Aliases = ()
-    replicas: int = Field(
+    replicas: Annotated[int, Field(ge=1, le=64)] | Literal["all"] = Field(
         1,
-        ge=1,
-        le=64,
-        description="Engines of this model. With at least as many GPUs each has its own, else they divide the memory. "
-        "A session stays with the engine that holds its KV.",
+        description="Engines of this model, 1 to 64. With at least as many GPUs each has its own, else they divide the "
+        "memory. A session stays with the engine that holds its KV. `all` is one on this machine and one on each that "
+        "has joined the cluster, also later, or on each of `nodes`.",
     )
     nodes: tuple[NodeName, ...] = Field(
         (),
         max_length=64,
         description="Machines of the cluster that run a replica each, by the names with which they joined; `local` is "
-        "this one. Excludes `replicas`.",
+        "this one. Excludes a number of `replicas`.",
     )
     slots: int | None = Field(None, ge=0, le=256, description="Overrides `engine.slots`, for each replica.")
     n_ctx: int | None = Field(None, ge=0, le=2**24, description="Overrides `engine.n_ctx`.")
@@ -535,8 +534,8 @@ class ModelEntry(Section):
 
     @model_validator(mode="after")
     def _nodes_or_replicas(self) -> ModelEntry:
-        if self.nodes and self.replicas != 1:
-            raise ValueError("nodes and replicas exclude each other: each of the nodes runs one replica")
+        if self.nodes and self.replicas not in (1, "all"):
+            raise ValueError("nodes and a number of replicas exclude each other: each of the nodes runs one replica")
         return self
 
 

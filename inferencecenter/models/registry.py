@@ -65,6 +65,7 @@ class ModelSpec:
         matryoshka: Whether its vectors may be shortened.
         n_embd: Width of the vectors in its file; ``None`` where that does not state it.
         nodes: The machine of each of its engines.
+        on_all_nodes: Whether it has further engines, on all machines that join the cluster.
     """
 
     name: str
@@ -79,11 +80,17 @@ class ModelSpec:
     matryoshka: bool = False
     n_embd: int | None = None
     nodes: tuple[str, ...] = (LOCAL_NODE,)
+    on_all_nodes: bool = False
 
     @property
     def replicas(self) -> int:
         """The number of its engines."""
         return len(self.nodes)
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether it has replicas, or an engine on another machine."""
+        return self.on_all_nodes or self.nodes != (LOCAL_NODE,)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -345,13 +352,21 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
             field=f"models.{name}.nodes",
             hint="Set cluster.address.",
         )
+    if settings.cluster.address is None and entry.replicas == "all":
+        raise _invalid(
+            f"models.{name}: it has replicas on all machines, but this daemon is in no cluster",
+            field=f"models.{name}.replicas",
+            hint="Set cluster.address, or a number of replicas.",
+        )
+    on_all_nodes = entry.replicas == "all" and not entry.nodes
     spec = ModelSpec(
         name=name,
         path=path,
         engine=engine,
         params=entry.params,
         lora=entry.lora,
-        nodes=entry.nodes or (LOCAL_NODE,) * entry.replicas,
+        nodes=entry.nodes or (LOCAL_NODE,) * (1 if entry.replicas == "all" else entry.replicas),
+        on_all_nodes=on_all_nodes,
     )
     return _with_chosen_projector(spec, entry.mmproj)
 

@@ -843,6 +843,27 @@ class ListNodes(Request):
     op: Literal["list_nodes"]
 
 
+NodeName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class DrainNode(Request):
+    """Move the sessions of a machine to other ones, and end its engines; the reply is `nodes`.
+
+    New turns go elsewhere at once. Running ones have `engine.swap_patience_s` to end, and continue on another machine
+    after that. A restarted daemon does not use the machine either.
+    """
+
+    op: Literal["drain_node"]
+    node: NodeName = Field(description="The machine, as listed by `list_nodes`.")
+
+
+class UndrainNode(Request):
+    """Use a machine again that was drained; the reply is `nodes`."""
+
+    op: Literal["undrain_node"]
+    node: NodeName = Field(description="The machine, as listed by `list_nodes`.")
+
+
 class Drain(Request):
     """Stop the daemon as SIGTERM does: `going_away` is broadcast, running turns may finish, new clients are refused.
 

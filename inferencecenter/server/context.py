@@ -113,6 +113,12 @@ class ServedModels(ModelsPort, Protocol):
     def nodes(self) -> tuple[NodeStatus, ...]:
         """The machines that run engines; none if the daemon is in no cluster."""
 
+    def drain_node(self, name: str) -> None:
+        """Begin to move the sessions of a machine to other ones."""
+
+    def undrain_node(self, name: str) -> None:
+        """Use a machine again that was drained."""
+
     def rescan(self) -> None:
         """Add models that were placed in ``models_dir``."""
 

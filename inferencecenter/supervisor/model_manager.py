@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -185,6 +186,8 @@ class ModelManager:
         self._tasks = TaskGroup("models")
         self._retiring = TaskGroup("retired-models")
         self._changing = asyncio.Lock()
+        self._follows = False
+        self._node_changes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changed_event = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -213,8 +216,8 @@ class ModelManager:
 
     @property
     def plan(self) -> EnginePlan | None:
-        """How the default was divided between GPUs and host at its last start."""
-        return self._get(self._default).planner.report
+        """How the default was divided between GPUs and host at its last start; of several replicas, the first."""
+        return self._get(self._default).engines[0][1].report
 
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:
@@ -312,6 +315,8 @@ class ModelManager:
         """
         self._get(self._default)
         self._started = True
+        if self._nodes is not None:
+            self._nodes.subscribe(self._nodes_changed)
         for name, model in self._models.items():
             self._begin(model, asleep=name != self._default, after_crash=after_crash)
 
@@ -373,6 +378,79 @@ class ModelManager:
         self._registry.get(name, field="name")
         if (model := self._models.get(name)) is not None:
             self._tasks.spawn(model.supervisor.evict(interrupts=False), name="unload")
+
+    def drain_node(self, name: str) -> None:
+        """Begin to move the sessions of a machine to other ones; see ``ReplicaSet.drain``. New ones go elsewhere.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for an unknown machine, or one without which a model has none;
+                ``storage_unavailable`` if the next daemon would not know of it.
+        """
+        nodes = self._known_node(name)
+        for spec in self._registry.models.values():
+            if name in spec.nodes and all(each == name or nodes.is_drained(each) for each in spec.nodes):
+                raise InferenceCenterError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"{spec.name} would have no machine that is not drained",
+                    field="node",
+                    hint=f"Add another one to `nodes` of {spec.name} first.",
+                )
+        nodes.drain(name)
+        _log.info("node_drains", node=name)
+        self._retiring.spawn(self._apply_drain(nodes, name), name="drain")
+
+    def undrain_node(self, name: str) -> None:
+        """Use a machine again that was drained.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for an unknown machine, ``storage_unavailable`` as above.
+        """
+        nodes = self._known_node(name)
+        nodes.undrain(name)
+        _log.info("node_returns", node=name)
+        self._retiring.spawn(self._apply_drain(nodes, name), name="undrain")
+
+    def _known_node(self, name: str) -> NodeTable:
+        if self._nodes is None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, "the daemon is in no cluster", field="node", hint="Set cluster.address."
+            )
+        known = [each.name for each in self.nodes]
+        if name not in known:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"node is {name!r}, which is no machine of the cluster",
+                field="node",
+                hint=f"One of: {', '.join(known)}.",
+            )
+        return self._nodes
+
+    def _nodes_changed(self) -> None:
+        if not self._follows:
+            self._follows = True
+            self._retiring.spawn(self._follow_nodes(), name="follow-nodes")
+
+    async def _follow_nodes(self) -> None:
+        """Have the models with replicas on all machines follow those that join and leave."""
+        assert self._nodes is not None, "its machines were read"
+        try:
+            for engine, model in tuple(self._begun.items()):
+                if isinstance(engine, ReplicaSet) and model.spec.on_all_nodes:
+                    await engine.follow(self._nodes.joined, self._nodes.is_drained)
+        finally:
+            self._follows = False
+
+    async def _apply_drain(self, nodes: NodeTable, name: str) -> None:
+        """Have the replicas of a machine do what was requested last; one change of a machine at a time."""
+        async with self._node_changes[name]:
+            sets = [engine for engine in self._begun if isinstance(engine, ReplicaSet)]
+            if not nodes.is_drained(name):
+                for each in sets:
+                    each.undrain(name)
+                return
+            await asyncio.gather(*(each.drain(name) for each in sets))
+            nodes.finish_drain(name)
+            _log.info("node_drained", node=name)
 
     def apply(self, registry: Registry) -> None:
         """Apply other entries; a running model whose entry differs is replaced."""

@@ -6,12 +6,18 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+import msgspec
+import structlog
+
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
+from inferencecenter.core.private_file import write_private
 from inferencecenter.hardware.memory import machine_memory
 from inferencecenter.ipc.link import NodeGpu, NodeResources
 from inferencecenter.models.registry import LOCAL_NODE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
     from inferencecenter.hardware.nvml import Gpus
     from inferencecenter.ipc.port import EngineStatus
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
 NodeState: TypeAlias = Literal["up", "down", "unknown"]
 """``unknown``: the cluster does not answer, and no engine there is connected."""
 DrainState: TypeAlias = Literal["none", "draining", "drained"]
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +114,11 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A machine as the cluster lists it."""
+    """A machine as the cluster lists it; the daemon's ``own`` one is ``local`` among the nodes of models."""
 
     address: str
     alive: bool
+    own: bool = False
 
 
 def machine_resources(gpus: Gpus) -> NodeResources:
@@ -133,9 +141,24 @@ def machine_resources(gpus: Gpus) -> NodeResources:
 
 
 class NodeTable:
-    """The machines that have joined the cluster, as it was last read."""
+    """The machines that have joined the cluster, as it was last read, and those that are drained.
 
-    def __init__(self) -> None:
+    Args:
+        path: Where the drained ones are stored for the next daemon; ``None`` stores nothing.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._listeners: list[Callable[[], None]] = []
+        self._drained: set[str] = set()
+        self._draining: set[str] = set()
+        if path is not None:
+            try:
+                self._drained = msgspec.json.decode(path.read_bytes(), type=set[str])
+            except FileNotFoundError:
+                pass
+            except (OSError, msgspec.MsgspecError) as error:
+                _log.warning("drained_nodes_unreadable", path=str(path), reason=reason_of(error))
         self._joined: Mapping[str, JoinedNode] = {}
         self._is_current = False
 
@@ -144,14 +167,72 @@ class NodeTable:
         self._is_current = joined is not None
         if joined is not None:
             self._joined = joined
+            for listener in self._listeners:
+                listener()
+
+    @property
+    def joined(self) -> frozenset[str]:
+        """The other machines that are in the cluster, as it was last read."""
+        return frozenset(name for name, node in self._joined.items() if node.alive and not node.own)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever the machines were read."""
+        self._listeners.append(listener)
+
+    def is_drained(self, name: str) -> bool:
+        """Return whether a machine is drained or being drained."""
+        return name in self._drained
+
+    def drain(self, name: str) -> None:
+        """Record that a machine is being drained.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``; nothing has changed.
+        """
+        self._store(self._drained | {name})
+        self._draining.add(name)
+
+    def finish_drain(self, name: str) -> None:
+        """Record that a machine is drained."""
+        self._draining.discard(name)
+
+    def undrain(self, name: str) -> None:
+        """Record that a machine is used again.
+
+        Raises:
+            InferenceCenterError: ``storage_unavailable``; nothing has changed.
+        """
+        self._store(self._drained - {name})
+        self._draining.discard(name)
+
+    def _store(self, drained: set[str]) -> None:
+        if self._path is not None:
+            try:
+                write_private(self._path, msgspec.json.encode(sorted(drained)))
+            except OSError as error:
+                raise InferenceCenterError(
+                    ErrorCode.STORAGE_UNAVAILABLE, f"{self._path} cannot be written: {reason_of(error)}"
+                ) from error
+        self._drained = drained
+
+    def _drain_state(self, name: str) -> DrainState:
+        if name in self._draining:
+            return "draining"
+        return "drained" if name in self._drained else "none"
 
     def statuses(self, engines: Iterable[NodeEngine]) -> tuple[NodeStatus, ...]:
         """Return all machines with their engines: this one, those that have joined, and those that models name."""
         by_node: defaultdict[str, list[NodeEngine]] = defaultdict(list)
         for engine in engines:
             by_node[engine.node].append(engine)
-        others = sorted((self._joined.keys() | by_node.keys()) - {LOCAL_NODE})
-        local = NodeStatus(name=LOCAL_NODE, address=None, state="up", engines=tuple(by_node[LOCAL_NODE]))
+        others = sorted((self._joined.keys() | by_node.keys() | self._drained) - {LOCAL_NODE})
+        local = NodeStatus(
+            name=LOCAL_NODE,
+            address=None,
+            state="up",
+            drain=self._drain_state(LOCAL_NODE),
+            engines=tuple(by_node[LOCAL_NODE]),
+        )
         return (local, *(self._status(name, by_node[name]) for name in others))
 
     def _status(self, name: str, engines: list[NodeEngine]) -> NodeStatus:
@@ -166,6 +247,7 @@ class NodeTable:
             name=name,
             address=None if joined is None else joined.address,
             state=state,
+            drain=self._drain_state(name),
             engines=tuple(engines),
             beat_age_s=links[0].beat_age_s if links else None,
             version=links[0].version if links else None,

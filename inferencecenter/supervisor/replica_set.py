@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.replica_placement import (
     ASSUMED_HELD_S,
@@ -33,7 +34,7 @@ from inferencecenter.supervisor.replica_placement import (
 from inferencecenter.supervisor.request_queue import queue_full
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.ipc.engine_options import EngineOptions
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.supervisor import Supervisor
     from inferencecenter.telemetry.engine_metrics import PlacementKind
 
+MAX_REPLICAS: Final = 64
 _MOST_SESSIONS: Final = 100_000
 """Sessions whose replica is remembered; those that ran longest ago are placed as new ones."""
 _USABLE: Final = (EngineState.READY, EngineState.STARTING, EngineState.SUSPENDING, EngineState.ASLEEP)
@@ -71,7 +73,7 @@ class Replica:
     """One engine of a model.
 
     For another machine, ``host`` has the connection to it. ``losses`` counts its engines that were lost, and with them
-    their KV; ``sessions`` those whose KV it has.
+    their KV; ``sessions`` those whose KV it has. One that is ``drained`` gets no turns and is not started.
     """
 
     supervisor: Supervisor
@@ -80,6 +82,7 @@ class Replica:
     host: HostConnection | None = None
     losses: int = 0
     sessions: int = 0
+    drained: bool = False
     starting_since_s: float | None = None
 
     @property
@@ -113,19 +116,24 @@ class ReplicaSet:
     Until it is started the first replica keeps all turns, so that suspicions of an earlier daemon find them.
 
     Args:
-        replicas: The replicas, all of the same model.
+        replicas: The replicas, all of the same model; one that is drained is replaced in this list.
+        make: Makes the replica of a number on a machine.
+        is_drained: Returns whether a machine is drained.
         placed: Called with how each turn was placed.
         monotonic: Monotonic clock in seconds.
     """
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: list[Replica],
         *,
+        make: Callable[[int, str], Replica] | None = None,
+        is_drained: Callable[[str], bool] = lambda _: False,
         placed: Callable[[PlacementKind], None] = lambda _: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.replicas = tuple(replicas)
+        self.replicas = replicas
+        self._make = make
         self._placed = placed
         self._monotonic = monotonic
         self._listeners = StatusListeners()
@@ -136,6 +144,7 @@ class ReplicaSet:
         self._model: ModelInfo | None = None
         self._model_key: tuple[ModelInfo, ...] = ()
         for each in self.replicas:
+            each.drained = is_drained(each.node)
             each.supervisor.subscribe(partial(self._on_status, each))
 
     def __repr__(self) -> str:
@@ -168,9 +177,14 @@ class ReplicaSet:
         )
 
     @property
+    def _undrained(self) -> Sequence[Replica]:
+        """The replicas that are not drained, or all if there are none."""
+        return [each for each in self.replicas if not each.drained] or self.replicas
+
+    @property
     def model(self) -> ModelInfo | None:
         """The model, with the slots of the replicas that have not failed and the shortest of their contexts."""
-        working = [each.supervisor for each in self.replicas if each.state is not EngineState.FAILED]
+        working = [each.supervisor for each in self._undrained if each.state is not EngineState.FAILED]
         loaded = tuple(model for each in working or self.supervisors if (model := each.model) is not None)
         if loaded != self._model_key or self._model is None:
             self._model_key = loaded
@@ -198,14 +212,15 @@ class ReplicaSet:
     @property
     def load_failure(self) -> InferenceCenterError | None:
         """Why the model could not be loaded, when that is final for all replicas."""
-        failures = [each.load_failure for each in self.supervisors]
+        failures = [each.supervisor.load_failure for each in self._undrained]
         return failures[0] if all(failure is not None for failure in failures) else None
 
     @property
     def given_up(self) -> bool:
         """Whether no engine is started again, one or all because they were lost too often."""
-        final = [each.given_up or each.load_failure is not None for each in self.supervisors]
-        return all(final) and any(each.given_up for each in self.supervisors)
+        supervisors = [each.supervisor for each in self._undrained]
+        final = [each.given_up or each.load_failure is not None for each in supervisors]
+        return all(final) and any(each.given_up for each in supervisors)
 
     @property
     def wanted(self) -> bool:
@@ -265,8 +280,9 @@ class ReplicaSet:
 
     def start(self, *, asleep: bool = False, after_crash: bool = False) -> None:
         """Start all engines, or leave them ``asleep``; see ``Supervisor``."""
-        for each in self.supervisors:
-            each.start(asleep=asleep, after_crash=after_crash)
+        for each in self.replicas:
+            if not each.drained:
+                each.supervisor.start(asleep=asleep, after_crash=after_crash)
         self._started = True
         for session_id in tuple(self._holders):
             self._forget_holder(session_id)  # no engine of this daemon has run a turn
@@ -315,6 +331,80 @@ class ReplicaSet:
         """End all engines for good; see ``Supervisor``."""
         self._started = False
         await asyncio.gather(*(each.stop(leave=leave) for each in self.supervisors))
+
+    # Machines that are drained.
+
+    async def drain(self, node: str) -> None:
+        """Move the turns of a machine's replicas to the others, and end their engines; new turns go elsewhere.
+
+        Running turns have ``engine.swap_patience_s`` to end, and continue on another replica after that.
+        """
+        leaving = [index for index, each in enumerate(self.replicas) if each.node == node and not each.drained]
+        await asyncio.gather(*map(self._drain, leaving))
+
+    async def _drain(self, index: int) -> None:
+        replica = self.replicas[index]
+        replica.drained = True
+        self._hand_off(replica, suspects=False)
+        await replica.supervisor.withdraw(lambda: self._hand_off(replica, suspects=True))
+        self._replace(index, node=replica.node)
+
+    def _replace(self, index: int, *, node: str) -> None:
+        """Put a new replica into the place of one that was stopped; it is not started yet."""
+        assert self._make is not None, "its set can make replicas"
+        fresh = self._make(index, node)
+        fresh.drained, fresh.losses = True, self.replicas[index].losses + 1
+        fresh.supervisor.subscribe(partial(self._on_status, fresh))
+        self.replicas[index] = fresh
+        self._listeners.notify(self.status)
+
+    def undrain(self, node: str) -> None:
+        """Run engines on a machine again."""
+        for each in self.replicas:
+            if each.node == node and each.drained:
+                each.drained = False
+                if self._started:
+                    is_loaded = self.holds_memory
+                    each.supervisor.start(asleep=True)
+                    if is_loaded:
+                        each.supervisor.wake()
+        if self._started and not all(each.drained for each in self.replicas):
+            for each in self.replicas:
+                if each.drained:
+                    self._hand_off(each, suspects=True)
+
+    # Machines that join and leave.
+
+    async def follow(self, joined: Collection[str], is_drained: Callable[[str], bool]) -> None:
+        """Run a replica on each machine that has joined, and give up those of machines that have left.
+
+        An engine that is connected stays, whatever the cluster says of its machine.
+        """
+        gone = [
+            each.node
+            for each in self.replicas
+            if not each.drained and each.node not in (*joined, LOCAL_NODE) and each.state is EngineState.BACKOFF
+        ]
+        for node in gone:
+            await self.drain(node)
+        for node in sorted(joined):
+            if all(each.node != node for each in self.replicas):
+                self._add(node, joined)
+            if not is_drained(node):
+                self.undrain(node)
+
+    def _add(self, node: str, joined: Collection[str]) -> None:
+        """Add a replica that is not started yet, in the place of one whose machine has left if there are many."""
+        assert self._make is not None, "its set can make replicas"
+        if len(self.replicas) < MAX_REPLICAS:
+            fresh = self._make(len(self.replicas), node)
+            fresh.drained = True
+            fresh.supervisor.subscribe(partial(self._on_status, fresh))
+            self.replicas.append(fresh)
+            return
+        free = (index for index, each in enumerate(self.replicas) if each.drained and each.node not in joined)
+        if (index := next(free, None)) is not None:
+            self._replace(index, node=node)
 
     # The engine port.
 
@@ -380,7 +470,7 @@ class ReplicaSet:
         """Return the replica for a turn and why."""
         kv = turn.session_kv
         holder = None if kv is None else self._holder(kv)
-        if holder is not None and self.replicas[holder.index].supervisor.is_suspect(turn.turn_id):
+        if holder is not None and self._confines(self.replicas[holder.index], turn):
             return holder.index, "kv"  # it shifts its context, and would crash the others too
         usable = self._usable()
         last = usable.index(holder.index) if holder is not None and holder.index in usable else None
@@ -399,6 +489,10 @@ class ReplicaSet:
             return index, "lost"
         return index, "kv" if index == holder.index else "moved"
 
+    @staticmethod
+    def _confines(replica: Replica, turn: EngineTurn) -> bool:
+        return not replica.drained and replica.supervisor.is_suspect(turn.turn_id)
+
     def _holder(self, kv: SessionKv) -> _KvHolder | None:
         holder = self._holders.get(kv.session_id)
         return holder if holder is not None or kv.forked_from is None else self._holders.get(kv.forked_from)
@@ -415,13 +509,14 @@ class ReplicaSet:
         """
         if not self._started:
             return (0,)
-        numbered = list(enumerate(self.replicas))
+        undrained = self._undrained
+        numbered = [(index, each) for index, each in enumerate(self.replicas) if each in undrained]
         serving = [i for i, each in numbered if each.state in _USABLE and not each.supervisor.isolates]
         return (
             serving
             or [i for i, each in numbered if each.state in (*_USABLE, EngineState.BACKOFF)]
             or [i for i, each in numbered if each.state is EngineState.FAILED]
-            or (0,)
+            or [index for index, _ in numbered]
         )
 
     def _load(self, replica: Replica) -> ReplicaLoad:

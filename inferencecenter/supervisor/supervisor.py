@@ -381,10 +381,21 @@ class Supervisor:
         await self._until(lambda: not self._turns or self._state not in (*_HOLDS_MEMORY, EngineState.ASLEEP))
         await self.stop()
 
+    async def withdraw(self, then: Callable[[], None]) -> None:
+        """Stop permanently: the engine gets no more turns, and has ``swap_patience_s`` to end those that it has.
+
+        ``then`` is called when the others were taken back from it, to hand them off.
+        """
+        if self._state is EngineState.READY:
+            await self._drain(self._options.swap_patience_s)
+        await self._until(lambda: not self._turns.notifying)
+        await self.stop(then=then)
+
     async def stop(
         self,
         *,
         leave: bool = False,
+        then: Callable[[], None] = lambda: None,
         suspend_deadline_s: float = SUSPEND_DEADLINE_S,
         deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
@@ -392,6 +403,7 @@ class Supervisor:
 
         Args:
             leave: Whether an engine on another machine is left to the next daemon.
+            then: Called when the engine's turns were taken back from it.
             suspend_deadline_s: Seconds for writing KV to disk.
             deadline_s: Seconds for the exit after that, before the engine is killed.
         """
@@ -407,6 +419,7 @@ class Supervisor:
         self._tokenizer.fail(self._unavailable())
         self._watch()
         await self._until(lambda: not self._turns.notifying)
+        then()
         if (process := self._process) is not None:
             end = process.leave if leave and was_loaded else process.end
             await end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)

@@ -105,12 +105,13 @@ class Cluster:
                 node.kill()
 
     def daemon_settings(self, *nodes: str, delay_ms: int = 5) -> dict[str, str]:
-        """Return the environment of a daemon whose model has a replica on each of these nodes."""
+        """Return the environment of a daemon whose model has a replica on each of these nodes, or on all."""
+        where = f"nodes = {list(nodes)}" if nodes else 'replicas = "all"'
         path = self.folder / "daemon.toml"
         path.write_text(
             f'[cluster]\naddress = "{self.address}"\ntoken_file = "{self.folder / "token"}"\n'
             f"port = {self.port}\nfiles_port = 0\n"
-            f"[models.twin]\nslots = 2\nnodes = {list(nodes)}\n"
+            f"[models.twin]\nslots = 2\n{where}\n"
         )
         return {
             "INFERENCECENTER_CONFIG": str(path),
@@ -221,6 +222,53 @@ async def test_restarted_daemon_continues_with_the_engines(cluster: Cluster, tmp
                     found = await client.ask(op="get_session", session_id=session)
                     answer = next((m["content"] for m in found["transcript"] if m["role"] == "assistant"), "")
                     await asyncio.sleep(0.1)
+
+
+async def test_drained_node_is_empty(cluster: Cluster, tmp_path: Path) -> None:
+    """Turns end elsewhere with their whole texts, also across a restart of the daemon, until it is used again."""
+    settings = cluster.daemon_settings("one", "two", delay_ms=10)
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        await until_ready(daemon)
+        async with connect_client(daemon) as client:
+            refused = await client.ask(op="drain_node", node="three")
+            assert refused["field"] == "node"
+            prompts = await begin(client, 4)
+            await client.ask(op="drain_node", node="two")
+            refused = await client.ask(op="drain_node", node="one")
+            assert "twin would have no machine that is not drained" in refused["message"]
+            await check_texts(client, prompts)
+            until_s = time.monotonic() + TIMEOUT_S
+            while (await client.ask(op="list_nodes"))["nodes"][2]["drain"] != "drained":
+                assert time.monotonic() < until_s
+                await asyncio.sleep(0.1)
+            while any("engine_host" in each for each in children(cluster.nodes["two"].process.pid).values()):
+                assert time.monotonic() < until_s
+                await asyncio.sleep(0.1)
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        await until_ready(daemon, 1)
+        async with connect_client(daemon) as client:
+            await check_texts(client, await begin(client, 2))
+            assert sorted(states(daemon)) == ["ready", "stopped"]
+            await client.ask(op="undrain_node", node="two")
+            await until_ready(daemon)
+
+
+async def test_replicas_follow_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """One on this machine, and on each other one that joins; that of a node that is killed ends, and it returns."""
+    with run_daemon(tmp_path / "state", None, **cluster.daemon_settings()) as daemon:
+        await until_ready(daemon, 2)  # this one, of which node one is a part, and node two
+        cluster.add("three")
+        await until_ready(daemon, 3)
+        async with connect_client(daemon) as client:
+            prompts = await begin(client, 6)
+            cluster.nodes["two"].kill()
+            await check_texts(client, prompts)
+            until_s = time.monotonic() + TIMEOUT_S
+            while "stopped" not in states(daemon):
+                assert time.monotonic() < until_s
+                await asyncio.sleep(0.1)
+            cluster.add("two")
+            await until_ready(daemon, 3)
 
 
 async def test_missing_node_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:

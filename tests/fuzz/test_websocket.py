@@ -99,6 +99,8 @@ FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
     "unsubscribe_log": [{}],
     "list_clients": [{}],
     "list_nodes": [{}],
+    "drain_node": [{"node": "none"}],
+    "undrain_node": [{"node": "none"}],
     "kick": [{"client_id": "ada"}],
     "list_accounts": [{"limit": 5, "after": "ada"}],
     "create_account": [{"client_id": "eve", "scopes": ["user"], "access_limits": {"max_tokens": 5}}],

@@ -622,3 +622,18 @@ def test_wrong_script_is_found_before_an_engine_starts(tmp_path: Path) -> None:
     assert (
         _refused(tmp_path, engine=engine).message == f"{rules}: rules.1.reply.text is 1: input should be a valid string"
     )
+
+
+def test_replicas_on_all_nodes(folder: Path) -> None:
+    """This machine has one from the beginning; with `nodes` these are all. A daemon without a cluster has none."""
+    entries: dict[str, Any] = {
+        "everywhere": {"path": "/m.gguf", "replicas": "all"},
+        "some": {"path": "/m.gguf", "replicas": "all", "nodes": ["local", "box"]},
+    }
+    models = _read(folder, models=entries, cluster={"address": "10.0.0.1:6380"}).models
+    assert (models["everywhere"].nodes, models["everywhere"].on_all_nodes) == (("local",), True)
+    assert (models["some"].nodes, models["some"].on_all_nodes) == (("local", "box"), False)
+    assert [models[name].is_on_nodes for name in ("everywhere", "some", DEMO)] == [True, True, False]
+    with pytest.raises(InferenceCenterError) as refusal:
+        _read(folder, models={"everywhere": entries["everywhere"]})
+    assert refusal.value.field == "models.everywhere.replicas"

@@ -104,6 +104,7 @@ class StubEngine(CharacterTokens):
         self.aliases: dict[str, str] = {}
         self.turns: dict[str, EngineTurn] = {}
         self.nodes: tuple[NodeStatus, ...] = ()
+        self.drained_nodes: list[str] = []
         self.submitted = asyncio.Event()
         self.swaps: list[tuple[str, Callable[[Swap], None]]] = []
         self.unloaded: list[str] = []
@@ -126,6 +127,14 @@ class StubEngine(CharacterTokens):
     def names(self) -> tuple[str, ...]:
         """The one name."""
         return (self.default,)
+
+    def drain_node(self, name: str) -> None:
+        """Record the machine."""
+        self.drained_nodes.append(name)
+
+    def undrain_node(self, name: str) -> None:
+        """Forget the machine."""
+        self.drained_nodes.remove(name)
 
     def ensure_loaded(self, name: str, client_id: str = "") -> None:
         """Do nothing: it is loaded."""

@@ -18,8 +18,9 @@ from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import EngineLimits, Failed, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.models.registry import ModelSpec, Registry
+from inferencecenter.models.registry import LOCAL_NODE, ModelSpec, Registry
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
+from inferencecenter.supervisor.nodes import JoinedNode, NodeTable
 from inferencecenter.supervisor.replica_set import Replica, ReplicaSet
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor import stub_engine
@@ -76,6 +77,7 @@ class ManagerHarness:
     fault: Exception | None = None
     min_residency_s: float = 0.0
     names: tuple[str, ...] = ("first", "second")
+    nodes: NodeTable | None = None
     swaps: list[Swap] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     seen: list[tuple[str, EngineState]] = field(default_factory=list)
@@ -83,7 +85,11 @@ class ManagerHarness:
     def __post_init__(self) -> None:
         self.news = asyncio.Event()
         self.models = ModelManager(
-            self.registry(), make=self.make, max_resident=0, min_residency_s=self.min_residency_s
+            self.registry(),
+            make=self.make,
+            max_resident=0,
+            min_residency_s=self.min_residency_s,
+            nodes=self.nodes,
         )
         self.models.subscribe_models(self._see)
         self.models.subscribe_swaps(self._swapped)
@@ -102,7 +108,7 @@ class ManagerHarness:
         """Build a model with stub engines."""
         planner = cast("Planner", FakePlanner(self.room, lambda: self.fault))
 
-        def make_engine(admit: Callable[[Supervisor], Awaitable[bool]]) -> Supervisor:
+        def make_engine(admit: Callable[[Supervisor], Awaitable[bool]], node: str = LOCAL_NODE) -> Supervisor:
             supervisor = Supervisor(
                 EngineOptions(
                     backend="echo",
@@ -115,6 +121,7 @@ class ManagerHarness:
                     restart_backoff_max_s=0.02,
                 ),
                 admit=lambda: admit(supervisor),
+                node=node,
             )
             return supervisor
 
@@ -124,7 +131,12 @@ class ManagerHarness:
         async def admit_replica(supervisor: Supervisor) -> bool:
             return await admit(replicas) and supervisor.wanted
 
-        replicas = ReplicaSet([Replica(make_engine(admit_replica), planner) for _ in range(spec.replicas)])
+        def make_replica(_index: int, node: str) -> Replica:
+            return Replica(make_engine(admit_replica, node), planner)
+
+        made = [make_replica(index, node) for index, node in enumerate(spec.nodes)]
+        is_drained = (lambda _: False) if self.nodes is None else self.nodes.is_drained
+        replicas = ReplicaSet(made, make=make_replica, is_drained=is_drained)
         return ManagedModel(spec, planner, replicas)
 
     def _see(self, name: str, status: EngineStatus) -> None:
@@ -757,3 +769,48 @@ async def test_failed_replica_is_started_again_by_a_load(make_manager: Callable[
         assert harness.state("first") is EngineState.READY
         revive()
     await harness.until(lambda: all(each.state is EngineState.READY for each in pair.replicas))
+
+
+async def replaced(harness: ManagerHarness, spec: ModelSpec) -> ReplicaSet:
+    """Return the replicas of another entry of the default model, once they are those in use."""
+    harness.models.apply(harness.registry(first=spec))
+    await harness.until(lambda: isinstance(harness.models.engine("first"), ReplicaSet))
+    replicas = harness.watch(harness.models.engine("first"))
+    assert isinstance(replicas, ReplicaSet)
+    await harness.until(lambda: all(each.state is EngineState.READY for each in replicas.replicas))
+    return replicas
+
+
+async def test_machine_is_drained_and_returns(make_manager: Callable[..., ManagerHarness]) -> None:
+    """With the replicas that run there; not the last machine of a model, and no unknown one."""
+    table = NodeTable()
+    table.update({"box": JoinedNode("10.0.0.2", alive=True), "spare": JoinedNode("10.0.0.3", alive=True)})
+    harness = make_manager(nodes=table)
+    pair = await replaced(harness, replace(harness.spec("first"), nodes=("box", "spare")))
+    harness.models.drain_node("box")
+    none_left = "would have no machine"
+    for name, problem in (("spare", none_left), ("local", none_left), ("x", "is no machine")):
+        with pytest.raises(InferenceCenterError, match=problem):
+            harness.models.drain_node(name)
+    await harness.until(lambda: pair.replicas[0].state is EngineState.STOPPED)
+    _, box, spare = harness.models.nodes
+    assert (box.engines[0].status.state, spare.engines[0].status.state) == (EngineState.STOPPED, EngineState.READY)
+    harness.models.undrain_node("box")
+    await harness.until(lambda: pair.replicas[0].state is EngineState.READY)
+    assert [each.drain for each in harness.models.nodes] == ["none"] * 3
+
+
+async def test_replicas_follow_the_cluster(make_manager: Callable[..., ManagerHarness]) -> None:
+    """Those of a model on all machines."""
+    table = NodeTable()
+    harness = make_manager(nodes=table)
+    pair = await replaced(harness, replace(harness.spec("first"), on_all_nodes=True, nodes=("local",) * 2))
+    table.update({"own": JoinedNode("10.0.0.1", alive=True, own=True), "box": JoinedNode("10.0.0.2", alive=True)})
+    await harness.until(lambda: [each.state for each in pair.replicas] == [EngineState.READY] * 3)
+    assert [each.node for each in pair.replicas] == ["local", "local", "box"]
+
+
+async def test_drain_needs_a_cluster(make_manager: Callable[..., ManagerHarness]) -> None:
+    """The daemon of one machine has none."""
+    with pytest.raises(InferenceCenterError, match="in no cluster"):
+        make_manager().models.drain_node("box")

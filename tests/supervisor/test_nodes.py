@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.ipc.link import NodeGpu, NodeResources
 from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, StepOutput, TokenDelta, TraceStage
@@ -24,6 +26,9 @@ from tests.supervisor.test_step_metrics import FINISHED
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import TurnEvent
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 READY = EngineStatus(state=EngineState.READY)
 RESOURCES = NodeResources(ram_used_bytes=1, ram_total_bytes=2, gpus=(NodeGpu("gpu", 3, 4),))
@@ -121,3 +126,43 @@ def test_gpus_of_this_machine_are_read() -> None:
 def step(*events: TurnEvent) -> StepOutput:
     """Return a step with these events."""
     return StepOutput(events, running=1, waiting=0, rss_bytes=1)
+
+
+def test_drained_nodes_are_remembered(tmp_path: Path) -> None:
+    """By the next daemon, for which the drain has ended; a file that cannot be read drains none."""
+    path = tmp_path / "drained.json"
+    table = NodeTable(path)
+    table.drain("box")
+    assert [each.drain for each in table.statuses([])] == ["none", "draining"]
+    table.finish_drain("box")
+    assert [each.drain for each in table.statuses([])] == ["none", "drained"]
+    again = NodeTable(path)
+    assert again.is_drained("box")
+    again.undrain("box")
+    assert not NodeTable(path).is_drained("box")
+    path.write_text("{")
+    assert not NodeTable(path).is_drained("box")
+
+
+def test_drain_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    """The next daemon would use the node."""
+    table = NodeTable(tmp_path / "missing" / "drained.json")
+    with pytest.raises(InferenceCenterError) as refusal:
+        table.drain("box")
+    assert refusal.value.code is ErrorCode.STORAGE_UNAVAILABLE
+    assert not table.is_drained("box")
+
+
+def test_joined_nodes_are_told(tmp_path: Path) -> None:
+    """Those that are alive, without the daemon's own; an unreachable cluster changes nothing."""
+    table, seen = NodeTable(tmp_path / "drained.json"), []
+    table.subscribe(lambda: seen.append(table.joined))
+    table.update(
+        {
+            "front": JoinedNode("10.0.0.1", alive=True, own=True),
+            "box2": JoinedNode("10.0.0.2", alive=True),
+            "box3": JoinedNode("10.0.0.3", alive=False),
+        }
+    )
+    table.update(None)
+    assert seen == [{"box2"}]

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Cancelled, Failed
 from inferencecenter.ipc.port import EngineState, EngineStatus, SessionKv
+from inferencecenter.supervisor import replica_set
 from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns
 from inferencecenter.supervisor.replica_set import Replica, ReplicaSet, loaded_siblings
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -60,6 +62,7 @@ class SetHarness:
     folder: Path
     count: int = 2
     options: dict[str, object] = field(default_factory=dict)
+    drained: frozenset[str] = frozenset()
     placed: list[str] = field(default_factory=list)
     seen: list[EngineStatus] = field(default_factory=list)
 
@@ -75,16 +78,22 @@ class SetHarness:
             "restart_backoff_min_s": 0.01,
             "restart_backoff_max_s": 0.02,
         }
-        supervisors = [
-            Supervisor(
+
+        def make(index: int, node: str) -> Replica:
+            supervisor = Supervisor(
                 EngineOptions(**(base | self.options | {"model_path": str(self.folder / str(index))})),
                 suspicions=suspicions,
                 suspicion_file=self.store,
+                node=node,
             )
-            for index in range(self.count)
-        ]
-        replicas = [Replica(each, cast("Planner", object())) for each in supervisors]
-        self.set = ReplicaSet(replicas, placed=self.placed.append)
+            return Replica(supervisor, cast("Planner", object()))
+
+        self.set = ReplicaSet(
+            [make(index, f"box{index}") for index in range(self.count)],
+            make=make,
+            is_drained=self.drained.__contains__,
+            placed=self.placed.append,
+        )
         self.set.subscribe(self._see)
 
     def _see(self, status: EngineStatus) -> None:
@@ -347,3 +356,122 @@ async def test_status_sums_the_replicas(pair: SetHarness) -> None:
     assert pair.set.loads == 2
     assert pair.set.loaded_at_s is not None
     await release(pair, *turns)
+
+
+async def test_drained_machine_ends_its_turns_elsewhere(make_set: Callable[..., SetHarness]) -> None:
+    """Running and waiting ones, with each letter once; its engine ends, and new turns go to the others."""
+    found = make_set(options={"swap_patience_s": 0.0, "echo_delay_ms": 5})
+    found.set.start()
+    await found.ready()
+    turns = [found.submit(f"t{number}", "count 40") for number in range(2 * SLOTS + 2)]
+    await asyncio.gather(*(turn.spoke.wait() for turn in turns[: 2 * SLOTS]))
+    await found.set.drain("box0")
+    assert found.states == (EngineState.STOPPED, EngineState.READY)
+    for turn in turns:
+        await end_of(turn)
+        assert turn.text == answer(40)
+    assert {turn.interruptions for turn in turns} == {0, 1}
+    new = [found.submit(f"n{number}", "count 1") for number in range(3)]
+    assert found.turns == (0, 3)
+    assert found.set.status.model is not None
+    assert found.set.status.model.slots == SLOTS
+    for turn in new:
+        await end_of(turn)
+
+
+async def test_drained_machine_ends_its_running_turns_first(pair: SetHarness) -> None:
+    """Within the patience of a swap they are not interrupted; the next turn of their session goes elsewhere."""
+    running = pair.submit("a")
+    await running.spoke.wait()
+    tasks = TaskGroup("test")
+    draining = tasks.spawn(pair.set.drain("box0"), name="drain")
+    await asyncio.sleep(0)
+    other = pair.submit("b")
+    assert pair.turns == (1, 1)
+    await release(pair, running)
+    await draining
+    assert running.interruptions == 0
+    await end_of(pair.submit("a2", "count 1", session="a"))
+    assert pair.turns == (0, 1)
+    assert pair.placed == ["new"] * 3
+    await release(pair, other)
+
+
+async def test_machine_returns_after_a_drain(pair: SetHarness) -> None:
+    """With a new engine, since others of the model are loaded."""
+    await pair.set.drain("box1")
+    await pair.set.drain("box1")
+    pair.set.undrain("box1")
+    await pair.ready()
+    turns = [pair.submit("a"), pair.submit("b")]
+    assert pair.turns == (1, 1)
+    await asyncio.gather(*(turn.spoke.wait() for turn in turns))
+    await release(pair, *turns)
+
+
+async def test_drained_machine_is_not_started(make_set: Callable[..., SetHarness]) -> None:
+    """A restarted daemon remembers it; turns that are there at its start go to the others."""
+    found = make_set(drained=frozenset({"box0"}))
+    turn = found.submit("early", "count 2")
+    found.set.start()
+    await end_of(turn)
+    assert found.states == (EngineState.STOPPED, EngineState.READY)
+    found.set.undrain("box0")
+    await found.ready()
+
+
+async def test_turns_of_a_drained_model_wait(make_set: Callable[..., SetHarness]) -> None:
+    """If all its machines are drained, as after a change of the configuration, they run when one returns."""
+    found = make_set(drained=frozenset({"box0", "box1"}))
+    found.set.start()
+    turn = found.submit("a", "count 2")
+    assert found.set.load_failure is None
+    found.set.undrain("box1")
+    await found.until(lambda: found.states[1] is EngineState.STARTING or found.states[1] is EngineState.READY)
+    found.set.undrain("box0")
+    await end_of(turn)
+
+
+async def test_machine_that_is_lost_can_be_drained(make_set: Callable[..., SetHarness]) -> None:
+    """Its engine is not started again, and the drain does not wait for it."""
+    found = make_set(options={"restart_backoff_min_s": 3600.0, "restart_backoff_max_s": 3600.0})
+    found.set.start()
+    await found.ready()
+    found.kill(0)
+    await found.until(lambda: found.states[0] is EngineState.BACKOFF)
+    await found.set.drain("box0")
+    assert found.states == (EngineState.STOPPED, EngineState.READY)
+
+
+async def test_replicas_follow_machines(make_set: Callable[..., SetHarness]) -> None:
+    """One for each that joins but those that are drained; one that is lost with its machine ends, and returns."""
+    found = make_set(count=1, options={"restart_backoff_min_s": 3600.0, "restart_backoff_max_s": 3600.0})
+    found.set.start()
+    await found.ready()
+    await found.set.follow({"box1", "box2"}, {"box2"}.__contains__)
+    assert [each.node for each in found.set.replicas] == ["box0", "box1", "box2"]
+    await found.until(lambda: found.states == (EngineState.READY, EngineState.READY, EngineState.STOPPED))
+    await found.set.follow({"box0"}, {"box2"}.__contains__)
+    assert found.states[1] is EngineState.READY  # it is connected, whatever the cluster says
+    found.kill(1)
+    await found.until(lambda: found.states[1] is EngineState.BACKOFF)
+    await found.set.follow({"box0"}, {"box2"}.__contains__)
+    assert found.states == (EngineState.READY, EngineState.STOPPED, EngineState.STOPPED)
+    await found.set.follow({"box0", "box1"}, {"box2"}.__contains__)
+    await found.until(lambda: found.states[1] is EngineState.READY)
+
+
+async def test_places_of_machines_that_left_are_used_again(
+    make_set: Callable[..., SetHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model has a bounded number of replicas, however many machines come and go."""
+    monkeypatch.setattr(replica_set, "MAX_REPLICAS", 2)
+    found = make_set(count=1)
+    found.set.start()
+    await found.ready()
+    drained = {"box1", "box2", "box3"}.__contains__
+    await found.set.follow({"box0", "box1"}, drained)
+    await found.set.follow({"box0", "box2"}, drained)
+    assert [each.node for each in found.set.replicas] == ["box0", "box2"]
+    await found.set.follow({"box0", "box2", "box3"}, drained)
+    assert [each.node for each in found.set.replicas] == ["box0", "box2"]

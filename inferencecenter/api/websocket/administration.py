@@ -301,7 +301,21 @@ def read_audit(connection: Connection, request: requests.ReadAudit) -> None:
     connection.answer_from_disk(request, read)
 
 
-def list_nodes(connection: Connection, request: requests.ListNodes) -> None:
+def drain_node(connection: Connection, request: requests.DrainNode) -> None:
+    """Begin to drain a machine, and reply with all of them."""
+    connection.context.models.drain_node(request.node)
+    connection.audit(AuditEvent.NODE_DRAINED, detail=request.node)
+    list_nodes(connection, request)
+
+
+def undrain_node(connection: Connection, request: requests.UndrainNode) -> None:
+    """Use a machine again, and reply with all of them."""
+    connection.context.models.undrain_node(request.node)
+    connection.audit(AuditEvent.NODE_UNDRAINED, detail=request.node)
+    list_nodes(connection, request)
+
+
+def list_nodes(connection: Connection, request: requests.ListNodes | requests.DrainNode | requests.UndrainNode) -> None:
     """Return the machines that run engines; the memory of this one is read now."""
     context = connection.context
 

@@ -467,6 +467,8 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "purge_session": Command(administration.purge_session, scope=Scope.ADMIN),
         "read_audit": Command(administration.read_audit, scope=Scope.ADMIN, in_bulk=True),
         "list_nodes": Command(administration.list_nodes, scope=Scope.OPERATOR),
+        "drain_node": Command(administration.drain_node, scope=Scope.ADMIN),
+        "undrain_node": Command(administration.undrain_node, scope=Scope.ADMIN),
         "drain": Command(administration.drain, scope=Scope.OPERATOR),
         "ping": Command(_ping),
     }

@@ -254,3 +254,18 @@ async def test_operators_list_nodes(server: Running) -> None:
         "ram_total_mb": 2048.0,
         "gpus": [{"name": "gpu", "used_mb": 1.0, "total_mb": 2.0}],
     }
+
+
+async def test_administrators_drain_nodes(server: Running) -> None:
+    """Operators may not; both are recorded."""
+    stub = cast("StubEngine", server.context.models)
+    async with connect(server, "root", "user", "admin") as root, connect(server, "op", "user", "operator") as op:
+        await receive(root)
+        await receive(op)
+        assert (await ask(op, op="drain_node", node="box"))["code"] == "forbidden"
+        assert (await ask(root, op="drain_node", node="box"))["op"] == "nodes"
+        assert stub.drained_nodes == ["box"]
+        assert (await ask(root, op="undrain_node", node="box"))["op"] == "nodes"
+        assert stub.drained_nodes == []
+    for event in ("node_drained", "node_undrained"):
+        assert audit_entries(server, event) == [("root", "127.0.0.1", "box")]

@@ -1662,6 +1662,29 @@ export interface ListNodesRequest {
 }
 
 /**
+ * Move the sessions of a machine to other ones, and end its engines; the reply is `nodes`.
+ *
+ * New turns go elsewhere at once. Running ones have `engine.swap_patience_s` to end, and continue on another machine
+ * after that. A restarted daemon does not use the machine either.
+ */
+export interface DrainNodeRequest {
+  op: "drain_node";
+  /** Echoed in the direct reply and in every error this frame causes. */
+  id?: string | null;
+  /** The machine, as listed by `list_nodes`. */
+  node: string;
+}
+
+/** Use a machine again that was drained; the reply is `nodes`. */
+export interface UndrainNodeRequest {
+  op: "undrain_node";
+  /** Echoed in the direct reply and in every error this frame causes. */
+  id?: string | null;
+  /** The machine, as listed by `list_nodes`. */
+  node: string;
+}
+
+/**
  * Stop the daemon as SIGTERM does: `going_away` is broadcast, running turns may finish, new clients are refused.
  *
  * The reply is `draining`.
@@ -2725,6 +2748,8 @@ export interface Requests {
   purge_session: PurgeSessionRequest;
   read_audit: ReadAuditRequest;
   list_nodes: ListNodesRequest;
+  drain_node: DrainNodeRequest;
+  undrain_node: UndrainNodeRequest;
   drain: DrainRequest;
   ping: PingRequest;
 }

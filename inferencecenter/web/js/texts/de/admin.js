@@ -179,6 +179,8 @@ const texts = {
   "audit_event.clients_listed": "Verbundene Clients aufgelistet",
   "audit_event.client_kicked": "Client getrennt",
   "audit_event.drain_asked": "Leerlaufen angefordert",
+  "audit_event.node_drained": "Rechner wird geleert",
+  "audit_event.node_undrained": "Rechner wird wieder benutzt",
   "audit_event.model_swapped": "Standardmodell gewechselt",
   "audit_event.model_unloaded": "Modell entladen",
   "audit_event.mcp_tool_called": "MCP-Werkzeug aufgerufen",

@@ -178,6 +178,8 @@ const texts = {
   "audit_event.clients_listed": "clients listed",
   "audit_event.client_kicked": "client kicked",
   "audit_event.drain_asked": "drain requested",
+  "audit_event.node_drained": "node drained",
+  "audit_event.node_undrained": "node undrained",
   "audit_event.model_swapped": "model swapped",
   "audit_event.model_unloaded": "model unloaded",
   "audit_event.mcp_tool_called": "MCP tool called",
