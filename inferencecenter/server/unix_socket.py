@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import pwd
 import socket
@@ -48,7 +49,9 @@ def peer_uid(connection: socket.socket) -> int:
 def unix_socket(path: Path, *, mode: int, backlog: int) -> Iterator[socket.socket]:
     """Listen at ``path`` inside the context, and remove the file at its end.
 
-    The file of a daemon that was killed is replaced.
+    The file of a daemon that was killed is replaced. To find out that no program listens, to replace the file and to
+    listen are three steps, between which another daemon that starts would find the same stale file. So a lock is held
+    meanwhile, and a daemon that does not get it is refused.
 
     Raises:
         InferenceCenterError: ``invalid_config`` for an unsuitable path, ``address_in_use`` if a program listens there,
@@ -57,15 +60,16 @@ def unix_socket(path: Path, *, mode: int, backlog: int) -> Iterator[socket.socke
     check_path(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _replace_stale(path)
-        # The umask applies to this mode, which is the file's until it is set below: there is no moment in which the
-        # file has more permissions than configured.
-        os.fchmod(listening.fileno(), mode)
-        listening.bind(str(path))
-        path.chmod(mode)
-        listening.listen(backlog)
-        listening.setblocking(False)
-        identity = _identity(path)
+        with _locked(path):
+            _replace_stale(path)
+            # The umask applies to this mode, which is the file's until it is set below: there is no moment in which the
+            # file has more permissions than configured.
+            os.fchmod(listening.fileno(), mode)
+            listening.bind(str(path))
+            path.chmod(mode)
+            listening.listen(backlog)
+            listening.setblocking(False)
+            identity = _identity(path)
     except OSError as error:
         listening.close()
         raise _cannot_listen(path, error.strerror or str(error)) from error
@@ -76,8 +80,9 @@ def unix_socket(path: Path, *, mode: int, backlog: int) -> Iterator[socket.socke
         yield listening
     finally:
         listening.close()
-        # Not the file of another daemon, for which an operator has removed this one.
-        with contextlib.suppress(OSError):
+        # Not the file of another daemon: one that starts now replaces this file, one for which an operator has removed
+        # it has a file of its own.
+        with contextlib.suppress(OSError, InferenceCenterError), _locked(path):
             if _identity(path) == identity:
                 path.unlink()
 
@@ -124,6 +129,44 @@ def is_listening(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
     return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the socket at ``path``: a file beside it that only the daemon's user can open.
+
+    Raises:
+        InferenceCenterError: ``address_in_use``, if another daemon holds it.
+        OSError: The file cannot be made.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _lock(descriptor, path)
+            if _names(lock, descriptor):
+                try:
+                    yield
+                finally:
+                    lock.unlink()
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _cannot_listen(path, "another daemon is starting there") from None
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Whether the path still names the open file; its former holder may have removed it before it was locked."""
+    status = os.fstat(descriptor)
+    with contextlib.suppress(FileNotFoundError):
+        return _identity(path) == (status.st_dev, status.st_ino)
+    return False
 
 
 def _replace_stale(path: Path) -> None:

@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,50 @@ def test_live_socket_is_refused_and_stays(path: Path) -> None:
         # The probe of this attempt is pending, and fills the backlog.
         assert listen(path).code is ErrorCode.ADDRESS_IN_USE
         assert path.exists()
+
+
+def test_daemon_that_starts_meanwhile_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two daemons would otherwise find the same stale file, and the second would replace the socket of the first."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    refusals: list[InferenceCenterError] = []
+    probe = module.is_listening
+
+    def overtaken(path: Path) -> bool:
+        monkeypatch.setattr(module, "is_listening", probe)
+        found = probe(path)
+        refusals.append(listen(path))
+        return found
+
+    monkeypatch.setattr(module, "is_listening", overtaken)
+    with unix_socket(path, mode=0o600, backlog=BACKLOG), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    assert [(error.code, "starting" in error.message) for error in refusals] == [(ErrorCode.ADDRESS_IN_USE, True)]
+    assert list(path.parent.iterdir()) == []
+
+
+def test_one_of_several_daemons_that_start_at_once_listens(path: Path) -> None:
+    """At the file of a dead one, in many attempts; the others are refused, and no file remains."""
+    n_daemons = 4
+    for _ in range(25):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+        start, tried = threading.Barrier(n_daemons), threading.Barrier(n_daemons)
+
+        def run(start: threading.Barrier = start, tried: threading.Barrier = tried) -> bool:
+            start.wait()
+            try:
+                with unix_socket(path, mode=0o600, backlog=BACKLOG):
+                    tried.wait()
+                    return True
+            except InferenceCenterError:
+                tried.wait()
+                return False
+
+        with ThreadPoolExecutor(n_daemons) as pool:
+            listened = [pool.submit(run) for _ in range(n_daemons)]
+        assert sum(each.result() for each in listened) == 1
+        assert list(path.parent.iterdir()) == []
 
 
 def test_other_file_is_neither_replaced_nor_removed(path: Path) -> None:
