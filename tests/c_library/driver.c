@@ -4,9 +4,11 @@
 #define _GNU_SOURCE
 #include <inferencecenter_nn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #define MAX_ARGUMENTS 6
@@ -128,11 +130,70 @@ static void call_wrongly(void) {
     WRONG(run_inference(backend, 0, 1, tensors, bytes, &size, NULL, 0));
     WRONG(run_inference(backend, 0, 0, tensors, bytes, NULL, NULL, 0));
     WRONG(run_inference(backend, 0, 0, tensors, NULL, &size, NULL, 0));
+    WRONG(inferencecenter_nn_set_text_callback(NULL, 0, NULL, NULL));
+    WRONG(inferencecenter_nn_set_text_callback(backend, 99, NULL, NULL));
+    WRONG(inferencecenter_nn_abort(NULL, 0));
+    WRONG(inferencecenter_nn_abort(backend, 0));
+    WRONG(inferencecenter_nn_abort(backend, 99));
     WRONG(get_backend_status(NULL, 0, (char *)bytes, &size));
     WRONG(get_backend_status(backend, 5, (char *)bytes, &size));
     WRONG(get_backend_status(backend, 0, NULL, &size));
     WRONG(get_backend_status(backend, 0, (char *)bytes, NULL));
     answer_number(failures == calls ? success : unknown, &failures);
+}
+
+/* Text of a context as it came, each piece before a bar. */
+static struct {
+    char text[1 << 20];
+    uint32_t length;
+    uint32_t n_pieces, n_before_abort;
+} streamed;
+
+static void take_text(void *user, graph_execution_context context, const char *text, uint32_t length) {
+    if (user != &streamed || text[length] != '\0' || streamed.length + length + 1 > sizeof streamed.text)
+        abort();
+    memcpy(streamed.text + streamed.length, text, length);
+    streamed.length += length;
+    streamed.text[streamed.length++] = '|';
+    if (++streamed.n_pieces == streamed.n_before_abort && inferencecenter_nn_abort(backend, context) != success)
+        abort();
+}
+
+/* Stream the text of a context, whose turns are aborted after a number of pieces. */
+static void stream(char **arguments) {
+    streamed.length = streamed.n_pieces = 0;
+    streamed.n_before_abort = arguments[2] == NULL ? 0 : number(arguments[2]);
+    answer(inferencecenter_nn_set_text_callback(backend, number(arguments[1]), take_text, &streamed), "", 0);
+}
+
+static void *abort_turn(void *context) {
+    while (inferencecenter_nn_abort(backend, *(uint32_t *)context) != success)
+        usleep(1000);
+    return NULL;
+}
+
+/* Run a turn that another thread aborts as soon as it runs. */
+static void interrupt(const char *handle) {
+    uint32_t context = number(handle);
+    pthread_t thread;
+    pthread_create(&thread, NULL, abort_turn, &context);
+    wasi_nn_error error = compute(backend, context);
+    char reason[1024];
+    snprintf(reason, sizeof reason, "%s", inferencecenter_nn_last_error());
+    pthread_join(thread, NULL);
+    printf("%d %zu\n%s\n", (int)error, strlen(reason), reason);
+    fflush(stdout);
+}
+
+static void on_alarm(int signal) { (void)signal; }
+
+/* Interrupt system calls from now on, every few milliseconds. */
+static void send_alarms(void) {
+    struct sigaction action = {.sa_handler = on_alarm}; /* without SA_RESTART */
+    struct itimerval every = {{0, 5000}, {0, 5000}};
+    sigaction(SIGALRM, &action, NULL);
+    setitimer(ITIMER_REAL, &every, NULL);
+    answer(success, "", 0);
 }
 
 static void *run_context(void *argument) {
@@ -198,6 +259,14 @@ static void execute(char **arguments) {
         with_buffer(arguments[3], run, arguments);
     else if (strcmp(command, "status") == 0)
         with_buffer(arguments[2], status, arguments);
+    else if (strcmp(command, "stream") == 0)
+        stream(arguments);
+    else if (strcmp(command, "streamed") == 0)
+        answer(success, streamed.text, streamed.length);
+    else if (strcmp(command, "interrupt") == 0)
+        interrupt(arguments[1]);
+    else if (strcmp(command, "alarms") == 0)
+        send_alarms();
     else if (strcmp(command, "wrong") == 0)
         call_wrongly();
     else if (strcmp(command, "threads") == 0)

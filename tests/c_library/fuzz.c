@@ -1,6 +1,8 @@
-/* Feeds the JSON reader and the WebSocket client with mutated texts and frames, as often as the argument says. The
- * sanitizers find what goes wrong; equal arguments give equal cases. */
+/* Feeds the JSON reader, the configuration and the WebSocket client with mutated texts and frames; the sanitizers find
+ * what goes wrong. As a program it makes as many cases as its argument says, the same ones each time. With LIBFUZZER it is
+ * a target of clang's libFuzzer, whose first byte chooses what is fed. */
 #define _GNU_SOURCE
+#include "config.h"
 #include "json.h"
 #include "websocket.h"
 
@@ -13,6 +15,87 @@
 
 #define MAX_CASE 2048
 
+/* Parse a copy with exactly its bytes, and read every value. */
+static bool parse(const char *text, size_t length) {
+    char *copy = malloc(length);
+    json_document document;
+    const char *why = NULL;
+    size_t at = 0;
+    memcpy(copy, text, length);
+    bool valid = json_parse(&document, copy, length, &why, &at);
+    if (!valid && (why == NULL || at > length))
+        abort();
+    for (uint32_t i = 0; valid && i < document.n_values; i++) {
+        int64_t number;
+        size_t n_bytes = 0;
+        char *string = json_string(&document, i, &n_bytes);
+        if (string != NULL && !utf8_valid(string, n_bytes))
+            abort();
+        free(string);
+        json_integer(&document, i, &number);
+        json_member(&document, i, "a");
+    }
+    if (valid)
+        json_free(&document);
+    free(copy);
+    return valid;
+}
+
+static void configure(const char *text, size_t length) {
+    config read;
+    config_report report = {0};
+    text_buffer sent = {.limit = CONFIG_MAX_BYTES};
+    char *copy = malloc(length);
+    memcpy(copy, text, length);
+    config_init(&read);
+    if (config_read(&read, copy, length, SCOPE_BACKEND, &report) == success) {
+        config_add_parameters(&read, &sent);
+        config_add_session(&read, &sent);
+    }
+    config_free(&read);
+    text_free(&report.warnings);
+    text_free(&sent);
+    free(copy);
+}
+
+/* Receive what a daemon sends, during calls or between them. */
+static void receive(const char *bytes, size_t length, bool between_calls) {
+    int ends[2];
+    websocket *client = malloc(sizeof *client);
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0)
+        abort();
+    if (write(ends[1], bytes, length) != (ssize_t)length)
+        abort();
+    shutdown(ends[1], SHUT_WR);
+    websocket_init(client, ends[0]);
+    if (between_calls)
+        websocket_service(client);
+    else
+        while (websocket_receive(client)) {
+        }
+    websocket_close(client);
+    close(ends[1]);
+    free(client);
+}
+
+#ifdef LIBFUZZER
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    const char *bytes = (const char *)data + 1;
+    if (size < 2)
+        return 0;
+    switch (data[0] % 4) {
+    case 0:
+        parse(bytes, size - 1);
+        break;
+    case 1:
+        configure(bytes, size - 1);
+        break;
+    default:
+        receive(bytes, size - 1, data[0] % 4 == 2);
+    }
+    return 0;
+}
+#else
 static uint64_t state = 88172645463325252u;
 
 static uint32_t random_below(uint32_t limit) {
@@ -58,32 +141,6 @@ static size_t mutated(const void *from, size_t length, char *to) {
         }
     }
     return length;
-}
-
-/* Parse a copy with exactly its bytes, and read every value. */
-static bool parse(const char *text, size_t length) {
-    char *copy = malloc(length);
-    json_document document;
-    const char *why = NULL;
-    size_t at = 0;
-    memcpy(copy, text, length);
-    bool valid = json_parse(&document, copy, length, &why, &at);
-    if (!valid && (why == NULL || at > length))
-        abort();
-    for (uint32_t i = 0; valid && i < document.n_values; i++) {
-        int64_t number;
-        size_t n_bytes = 0;
-        char *string = json_string(&document, i, &n_bytes);
-        if (string != NULL && !utf8_valid(string, n_bytes))
-            abort();
-        free(string);
-        json_integer(&document, i, &number);
-        json_member(&document, i, "a");
-    }
-    if (valid)
-        json_free(&document);
-    free(copy);
-    return valid;
 }
 
 static void check_round_trip(void) {
@@ -139,35 +196,20 @@ static const struct {
     {8, "\x81\x85" "abcdxy"},
 };
 
-static void receive(const char *bytes, size_t length) {
-    int ends[2];
-    websocket *client = malloc(sizeof *client);
-    if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0)
-        abort();
-    if (write(ends[1], bytes, length) != (ssize_t)length)
-        abort();
-    shutdown(ends[1], SHUT_WR);
-    websocket_init(client, ends[0]);
-    if (random_below(4) == 0)
-        websocket_service(client);
-    else
-        while (websocket_receive(client)) {
-        }
-    websocket_close(client);
-    close(ends[1]);
-    free(client);
-}
-
 int main(int count, char **arguments) {
     char text[2 * MAX_CASE];
     signal(SIGPIPE, SIG_IGN);
     nest();
     for (long i = 0; i < (count > 1 ? strtol(arguments[1], NULL, 10) : 1000); i++) {
         const char *seed = texts[random_below(sizeof texts / sizeof *texts)];
-        parse(text, mutated(seed, strlen(seed), text));
+        size_t length = mutated(seed, strlen(seed), text);
+        parse(text, length);
+        configure(text, length);
         check_round_trip();
         uint32_t frame = random_below(sizeof frames / sizeof *frames);
-        receive(text, mutated(frames[frame].bytes, frames[frame].length, text));
+        length = mutated(frames[frame].bytes, frames[frame].length, text);
+        receive(text, length, random_below(4) == 0);
     }
     return 0;
 }
+#endif

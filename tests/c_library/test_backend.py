@@ -28,6 +28,8 @@ from tests.c_library.conftest import (
 from tests.e2e.harness import run_daemon
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.c_library.conftest import Driver
     from tests.e2e.harness import Daemon
 
@@ -113,6 +115,7 @@ def test_status_has_the_documented_keys(driver: Driver) -> None:
         ('{"backend": []}', INVALID_ARGUMENT, "backend must be an object"),
         ('{"logging": {"level": "loud"}}', INVALID_ARGUMENT, "logging.level must be one of debug"),
         ('{"mode": "song"}', INVALID_ARGUMENT, "mode must be one of chat, raw"),
+        ('{"mode": "chat\\u0000"}', INVALID_ARGUMENT, "mode must be one of chat, raw"),
         ('{"json_schema": "{"}', INVALID_ARGUMENT, "json_schema"),
         ("[]", INVALID_ARGUMENT, "object"),
         ("{", INVALID_ENCODING, "at byte 1"),
@@ -136,13 +139,15 @@ def test_keys_apply_or_are_named_in_a_warning(driver: Driver) -> None:
         "temp": 0.5,
         "cache_policy": {"a": 1},
         "shade": "red",
+        "max_tokens\0": 100,
+        "\u00e9" * 70: 1,
         "system": "Be brief.",
     }
     context = opened(driver, json.dumps(config))
     driver.must("run", context, "one two three four five six seven", BUFFER)
     assert json.loads(driver.must("output", context, 1, BUFFER))["finish_reason"] == "length"
     warnings = [line for line in driver.log.splitlines() if "has no effect" in line]
-    assert [line.split()[2] for line in warnings] == ["n_gpu_layers", "cache_policy", "shade"]
+    assert [line.split()[2] for line in warnings] == ["n_gpu_layers", "cache_policy", "shade", "?", "\u00e9" * 63 + "?"]
     assert "engine.n_gpu_layers" in warnings[0]
     driver.must("load", "", '{"logging": {"level": "none"}, "threads": 3}')
     assert "threads" not in driver.log
@@ -199,6 +204,72 @@ def test_threads_share_a_backend(driver: Driver) -> None:
     driver.must("threads")
 
 
+def test_text_is_streamed_in_whole_characters(driver: Driver) -> None:
+    """The pieces, several, make the text; another context has no callback."""
+    context, other = opened(driver), driver.must("open", 0)
+    driver.must("stream", context)
+    text = driver.must("run", context, "caf\u00e9 \U0001f600 na\u00efve", BUFFER)
+    *pieces, rest = driver.must("streamed").split("|")
+    assert ("".join(pieces), rest) == (text, "")
+    assert len(pieces) > 1
+    assert all(pieces)
+    driver.must("run", other, "quiet", BUFFER)
+    assert "quiet" not in driver.must("streamed")
+    driver.must("close", context)
+    assert driver.must("open", 0) != context
+    driver.must("run", driver.must("open", 0), "a callback ends with its context", BUFFER)
+    assert "ends" not in driver.must("streamed")
+
+
+@pytest.fixture(scope="module")
+def slow_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a daemon listens whose answers take seconds."""
+    folder = tmp_path_factory.mktemp("slow")
+    settings = {
+        "INFERENCECENTER_ENGINE__BACKEND": "echo",
+        "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": "20",
+        "INFERENCECENTER_SERVER__PING_INTERVAL_S": "0.05",
+        "INFERENCECENTER_SERVER__UNIX_SOCKET": str(folder / "s"),
+    }
+    with run_daemon(folder / "state", None, **settings):
+        yield folder / "s"
+
+
+def check_aborts(driver: Driver) -> None:
+    """A turn is aborted by another thread, and by a callback; the text so far can be read, and the next turn runs."""
+    context = opened(driver)
+    driver.must("input", context, 0, "word " * 1000)
+    reply = driver.call("interrupt", context)
+    assert (reply.error, "aborted" in reply.text) == (RUNTIME_ERROR, True), reply
+    assert json.loads(driver.must("output", context, 1, BUFFER))["finish_reason"] == "aborted"
+    driver.must("stream", context, 2)
+    reply = driver.call("run", context, "word " * 1000, BUFFER)
+    assert (reply.error, "aborted" in reply.text) == (RUNTIME_ERROR, True), reply
+    text = driver.must("output", context, 0, BUFFER)
+    assert text == driver.must("streamed").replace("|", "")
+    assert 0 < len(text) < 1000
+    driver.must("stream", context)
+    assert "short" in driver.must("run", context, "short", BUFFER)
+
+
+def test_turn_is_aborted(program: Path, slow_socket: Path, tmp_path: Path) -> None:
+    """Under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    with running((program,), slow_socket, tmp_path / "log") as driver:
+        driver.must("init", "")
+        check_aborts(driver)
+        driver.must("deinit")
+
+
+@pytest.mark.skipif(shutil.which("setarch") is None, reason="setarch is not installed")
+def test_aborts_have_no_data_race(slow_socket: Path, tmp_path: Path) -> None:
+    """Under ThreadSanitizer, as below."""
+    program = compiled(tmp_path / "driver", Path(__file__).with_name("driver.c"), options=("-O1", "-fsanitize=thread"))
+    with running(("setarch", "-R", program), slow_socket, tmp_path / "log") as driver:
+        driver.must("init", "")
+        check_aborts(driver)
+        driver.must("deinit")
+
+
 @pytest.mark.skipif(shutil.which("setarch") is None, reason="setarch is not installed")
 def test_threads_have_no_data_race(tmp_path: Path) -> None:
     """Under ThreadSanitizer, with frequent pings; it needs addresses that are not random."""
@@ -245,6 +316,7 @@ def test_wrong_token_and_absent_daemon(program: Path, echo: Daemon, echo_socket:
         reply = driver.call("init", json.dumps({"socket": str(tmp_path / "none")}))
         assert (reply.error, "No such file" in reply.text) == (RUNTIME_ERROR, True)
         assert driver.call("init", json.dumps({"socket": "/" + "x" * 200})).error == RUNTIME_ERROR
+        assert driver.call("init", json.dumps({"socket": f"{echo_socket}\0x"})).error == INVALID_ARGUMENT
     with running((program,), tmp_path / "none", tmp_path / "log", token=echo.admin_token) as driver:
         driver.must("init", json.dumps({"socket": str(echo_socket)}))
         opened(driver)

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 CASES = 20_000
+FUZZER_RUNTIMES = sorted(Path("/usr/lib").glob("llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a"))
+SEEDS = (
+    b'0{"op":"token","content":"caf\\u00e9 \\ud83d\\ude00","usage":{"n":[1,-2.5e-3,true,null]}}',
+    b'1{"sampling":{"temp":0.5,"stop":["a"]},"logging":{"level":"debug"},"json_schema":"{}","idle-timeout-ms":1500}',
+    b"2\x01\x03hel\x89\x00\x80\x02lo\x81\x7e\x00\x08" + b"01234567\x88\x02\x03\xe8",
+    b"3\x81\x7f\x00\x00\x00\x00\x00\x00\x00\x05hello\x8a\x00\x81\x02{}",
+)
+"""Cases that the fuzzer begins with: a message, a configuration, and frames between and during calls."""
 
 
 def declared() -> set[str]:
@@ -30,6 +38,22 @@ def test_parsers_survive_mutated_input(tmp_path: Path) -> None:
     """JSON texts and WebSocket frames; nested, long and cut ones."""
     program = compiled(tmp_path / "fuzz", Path(__file__).with_name("fuzz.c"))
     subprocess.run([program, str(CASES)], check=True, timeout=120)
+
+
+@pytest.mark.skipif(not FUZZER_RUNTIMES, reason="clang's libFuzzer is not installed")
+def test_fuzzer_finds_nothing(tmp_path: Path) -> None:
+    """In as many cases, which libFuzzer chooses by their coverage."""
+    program, corpus = tmp_path / "fuzz", tmp_path / "corpus"
+    corpus.mkdir()
+    for number, case in enumerate(SEEDS):
+        (corpus / str(number)).write_bytes(case)
+    sources = [*sorted((LIBRARY / "src").glob("*.c")), Path(__file__).with_name("fuzz.c")]
+    options = ["-g", "-O1", "-DLIBFUZZER", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"]
+    include = [f"-I{LIBRARY / folder}" for folder in ("include", "src")]
+    subprocess.run(["clang", *options, *include, *sources, "-pthread", "-o", program], check=True)
+    limits = [f"-runs={10 * CASES}", "-max_len=4096", "-timeout=20", "-rss_limit_mb=1024", "-seed=1"]
+    done = subprocess.run([program, *limits, corpus], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ import json
 import socket
 import struct
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from tests.c_library.conftest import RUNTIME_ERROR, SECURITY, running
+from tests.c_library.conftest import INVALID_ARGUMENT, RUNTIME_ERROR, SECURITY, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,6 +176,8 @@ OPENINGS: Final[dict[str, tuple[Callable[[Peer], None], str]]] = {
     "cut frame": (after_upgrade(lambda peer: peer.send(b"\x81\x7e\x01\x00abc")), "closed the connection"),
     "cut length": (after_upgrade(lambda peer: peer.send(b"\x81\x7f\x00")), "closed the connection"),
     "close": (after_upgrade(lambda peer: peer.frame(b"\x03\xf4go away", CLOSE)), "1012 go away"),
+    "strange close": (after_upgrade(lambda peer: peer.frame(b"\x03\xf4\xff\x1b[2J\n", CLOSE)), "1012 ??[2J?"),
+    "long close": (after_upgrade(lambda peer: peer.frame(b"\x03\xf4" + "\u00e9".encode() * 61, CLOSE)), "1012 \u00e9"),
     "empty close": (after_upgrade(lambda peer: peer.frame(b"", CLOSE)), "closed the connection"),
     "empty message": (after_upgrade(lambda peer: peer.frame(b"")), "invalid JSON"),
     "no JSON": (after_upgrade(lambda peer: peer.frame(b"hello")), "invalid JSON"),
@@ -219,6 +222,8 @@ def test_refused_user(program: Path, tmp_path: Path) -> None:
         ({"op": "surprise"}, "unexpected"),
         ({"op": "error", "code": 5, "message": [], "field": {}}, ""),
         ({"op": "error", "code": "internal", "message": "x" * 50_000}, "internal: xxx"),
+        ({"op": "error", "code": "internal", "message": "\u00e9" * 50_000}, "internal: \u00e9"),
+        ({"op": "error", "code": "internal", "message": "\u00e9\u00e9\u00e9 \u001b[2J\n" * 99}, "\u00e9 ?[2J?"),
     ],
 )
 def test_invalid_reply(program: Path, tmp_path: Path, created: dict[str, Any], words: str) -> None:
@@ -295,3 +300,114 @@ def test_endless_answer_is_aborted(program: Path, tmp_path: Path) -> None:
         assert len(driver.must("output", context, 0, 2**24)) <= 2**23
         driver.must("deinit")
     assert aborted == ["s"]
+
+
+def test_message_that_begins_between_calls_is_skipped(program: Path, tmp_path: Path) -> None:
+    """Also if its last fragment arrives during the next call."""
+
+    def serve(peer: Peer) -> None:
+        peer.pongs = pongs
+        peer.welcome()
+        peer.say(op="status", id=peer.hear()["id"], values={})
+        peer.frame(b'{"op": ', first=0)
+        peer.frame(b"", PING)
+        request = peer.hear()
+        peer.frame(b'"thermal"}', 0)
+        peer.say(op="status", id=request["id"], values={"n": 2})
+        peer.hear()
+
+    pongs: list[bytes] = []
+    path = tmp_path / "s"
+    with served(path, serve), running((program,), path, tmp_path / "log") as driver:
+        driver.must("init", "")
+        assert driver.must("status", 0, 100) == "{}"
+        while not pongs:  # the library has read the first fragment
+            time.sleep(0.01)
+        assert json.loads(driver.must("status", 0, 100)) == {"n": 2}
+        driver.must("deinit")
+
+
+def open_context(peer: Peer) -> None:
+    """Welcome a client, which loads a model and opens a context."""
+    peer.welcome()
+    for op in ("session_created", "session_closed", "session_created"):
+        peer.say(op=op, id=peer.hear()["id"], session_id="s")
+
+
+def test_context_that_cannot_be_closed_stays_open(program: Path, tmp_path: Path) -> None:
+    """The daemon refuses for now, and would keep its session; the second attempt closes it."""
+
+    def serve(peer: Peer) -> None:
+        open_context(peer)
+        peer.say(op="error", id=peer.hear()["id"], code="rate_limited", message="later", session_id="s")
+        closing.append(peer.hear())
+        peer.say(op="session_closed", id=closing[0]["id"], session_id="s")
+        peer.hear()
+
+    closing: list[dict[str, Any]] = []
+    path = tmp_path / "s"
+    with served(path, serve), running((program,), path, tmp_path / "log") as driver:
+        driver.must("init", "")
+        driver.must("load", "", "")
+        context = driver.must("open", 0)
+        assert driver.call("close", context).error == RUNTIME_ERROR
+        driver.must("close", context)
+        driver.must("deinit")
+    assert (closing[0]["op"], closing[0]["session_id"]) == ("close_session", "s")
+
+
+def test_abort_of_a_refused_turn_does_not_reach_the_next(program: Path, tmp_path: Path) -> None:
+    """It is not sent, since the daemon has begun no turn."""
+
+    def serve(peer: Peer) -> None:
+        open_context(peer)
+        infer = peer.hear()
+        time.sleep(0.3)  # meanwhile the other thread aborts it
+        peer.say(op="error", id=infer["id"], code="invalid_request", message="no")
+        infer = peer.hear()
+        assert infer["op"] == "infer"
+        peer.say(op="queued", id=infer["id"], session_id="s", turn_id="t")
+        peer.say(op="token", session_id="s", turn_id="t", content="yes")
+        peer.say(op="end", session_id="s", turn_id="t", finish_reason="stop")
+        peer.hear()
+
+    path = tmp_path / "s"
+    with served(path, serve), running((program,), path, tmp_path / "log") as driver:
+        driver.must("init", "")
+        driver.must("load", "", "")
+        context = driver.must("open", 0)
+        driver.must("input", context, 0, "go on")
+        assert driver.call("interrupt", context).error == INVALID_ARGUMENT
+        assert driver.must("run", context, "again", 100) == "yes"
+        driver.must("deinit")
+
+
+def test_signals_interrupt_no_call(program: Path, tmp_path: Path) -> None:
+    """A connection that waits for its turn, and waits for bytes."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listening, running((program,), path, tmp_path / "log") as driver:
+        listening.bind(str(path))
+        listening.listen(0)
+        listening.settimeout(60)
+
+        def serve() -> None:
+            with contextlib.ExitStack() as opened:
+                first, _ = listening.accept()  # frees the place for the driver
+                opened.enter_context(first)
+                peer = Peer(opened.enter_context(listening.accept()[0]))
+                peer.welcome()
+                request = peer.hear()
+                time.sleep(0.1)
+                peer.say(op="status", id=request["id"], values={})
+                with contextlib.suppress(EOFError):
+                    peer.hear()
+
+        with socket.socket(socket.AF_UNIX) as filler:
+            filler.connect(str(path))
+            driver.must("alarms")
+            timer = threading.Timer(0.2, serve)
+            timer.start()
+            driver.must("init", "")
+            assert driver.must("status", 0, 100) == "{}"
+            driver.must("deinit")
+            timer.join()

@@ -4,8 +4,9 @@
  * and output tensor 0 is its text. The library speaks the daemon's protocol over its Unix socket; docs/c-library.md
  * has the keys of the configuration and of the status.
  *
- * Threads: every function may be called from any thread. A backend runs one call at a time, and others wait; programs
- * that compute concurrently open a backend for each thread. `deinit_backend` must be the last call with its backend.
+ * Threads: every function may be called from any thread. A backend runs one call at a time, and others wait, except
+ * `inferencecenter_nn_abort`; programs that compute concurrently open a backend for each thread. `deinit_backend` must be
+ * the last call with its backend.
  */
 #ifndef INFERENCECENTER_NN_H
 #define INFERENCECENTER_NN_H
@@ -98,6 +99,21 @@ INFERENCECENTER_NN_API wasi_nn_error set_input(void *ctx, graph_execution_contex
 
 /* Run a turn with the prompt, and wait for its end. The session remembers prompt and answer. */
 INFERENCECENTER_NN_API wasi_nn_error compute(void *ctx, graph_execution_context exec_ctx);
+
+/* Receives text of a running turn as it comes, in the thread that runs it: whole characters in UTF-8, with a NUL behind
+ * them. Of the functions here it may call `inferencecenter_nn_abort` and `inferencecenter_nn_last_error` only. */
+typedef void (*inferencecenter_nn_text_callback)(void *user, graph_execution_context exec_ctx, const char *text,
+                                                 uint32_t length);
+
+/* Set what receives the text of the context's turns, besides `get_output`; NULL for nothing. */
+INFERENCECENTER_NN_API wasi_nn_error inferencecenter_nn_set_text_callback(void *ctx, graph_execution_context exec_ctx,
+                                                                          inferencecenter_nn_text_callback callback,
+                                                                          void *user);
+
+/* Abort the turn that runs in a context, from another thread or a text callback, without waiting. Its call returns
+ * `runtime_error` once the daemon has ended it; the output so far can be read. Returns `invalid_argument` if the context
+ * runs no turn. Not for signal handlers. */
+INFERENCECENTER_NN_API wasi_nn_error inferencecenter_nn_abort(void *ctx, graph_execution_context exec_ctx);
 
 /* Copy the text (index 0), or counts and the reason of the end as JSON (index 1). `output_tensor_size` is the size of
  * the buffer, and afterwards that of the output; a buffer that is too small stays as it is, and the call returns

@@ -34,16 +34,30 @@ typedef struct {
     uint64_t used_at; /* number of the call */
     char session[MAX_SESSION_ID];
     config config;
+    inferencecenter_nn_text_callback on_text; /* NULL for none */
+    void *user; /* of `on_text` */
     char *prompt;
     size_t n_prompt;
     text_buffer answer;
     text_buffer metadata;
 } nn_context;
 
+/* The turn that runs. The thread that runs it holds the backend's mutex until its end, so a thread that wants to abort it
+ * cannot send the request: it notes that, and wakes the first one, which waits for bytes of the daemon. The daemon knows
+ * the turn from `queued` on; a request to abort it is sent after that. */
+typedef struct {
+    pthread_mutex_t mutex; /* of all members */
+    enum { NO_TURN, TURN_SENT, TURN_QUEUED, TURN_ABORTED } state;
+    bool is_abort_wanted;
+    graph_execution_context handle;
+    const char *session;
+} nn_turn;
+
 typedef struct {
     pthread_mutex_t mutex; /* held by each call */
     pthread_t keeper;
     int wake;
+    nn_turn turn;
     bool is_lost;
     websocket socket;
     uint64_t n_requests;
@@ -85,6 +99,7 @@ __attribute__((format(printf, 2, 3))) static wasi_nn_error fail(wasi_nn_error er
     __builtin_va_start(arguments, format);
     vsnprintf(last_error, sizeof last_error, format, arguments);
     __builtin_va_end(arguments);
+    text_sanitize(last_error); /* it may be cut, and has words of the daemon */
     return error;
 }
 
@@ -118,11 +133,19 @@ static void *keep_alive(void *argument) {
     }
 }
 
+static bool on_wake(void *user);
+
 static bool start_keeper(backend *on) {
     sigset_t all, before;
+    on->socket.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     on->wake = eventfd(0, EFD_CLOEXEC);
-    if (on->wake < 0)
+    if (on->socket.wake < 0 || on->wake < 0) {
+        if (on->wake >= 0)
+            close(on->wake);
         return false;
+    }
+    on->socket.on_wake = on_wake;
+    on->socket.user = on;
     /* Signals are the program's. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -201,9 +224,9 @@ static bool has_text(const json_document *message, const char *name, const char 
     return member != JSON_NONE && json_equals(message, member, text);
 }
 
-static bool answers(const backend *on, const json_document *message) {
+static bool answers(const json_document *message, uint64_t request) {
     char id[24];
-    snprintf(id, sizeof id, "%" PRIu64, on->n_requests);
+    snprintf(id, sizeof id, "%" PRIu64, request);
     return has_text(message, "id", id);
 }
 
@@ -255,7 +278,7 @@ static wasi_nn_error ask(backend *on, const char *op, json_document *reply) {
         error = receive(on, reply);
         if (error != success)
             break;
-        if (answers(on, reply)) {
+        if (answers(reply, on->n_requests)) {
             if (has_text(reply, "op", op))
                 return success;
             error = has_text(reply, "op", "error") ? refused(reply) : fail(runtime_error, "an unexpected reply");
@@ -297,7 +320,7 @@ static wasi_nn_error authenticate(backend *on) {
         error = receive(on, &reply);
         if (error != success)
             break;
-        bool is_reply = answers(on, &reply), is_success = has_text(&reply, "op", "auth_success");
+        bool is_reply = answers(&reply, on->n_requests), is_success = has_text(&reply, "op", "auth_success");
         if (is_reply && !is_success) {
             char *reason = text_of(&reply, has_text(&reply, "op", "auth_failed") ? "reason" : "message");
             error = fail(security, "the daemon refuses %s: %s", token ? "INFERENCECENTER_TOKEN" : "this user",
@@ -330,6 +353,9 @@ static void release(backend *on) {
     }
     text_free(&on->request);
     config_free(&on->config);
+    if (on->socket.wake >= 0)
+        close(on->socket.wake);
+    pthread_mutex_destroy(&on->turn.mutex);
     pthread_mutex_destroy(&on->mutex);
     free(on);
 }
@@ -345,8 +371,10 @@ static wasi_nn_error read_config(backend *on, config *into, const char *text, ui
         on->config.log_level = into->log_level; /* one log for all */
     if (error == success && report.warnings.data != NULL) {
         char *rest = report.warnings.data;
-        for (char *line = strsep(&rest, "\n"); line != NULL && *line != '\0'; line = strsep(&rest, "\n"))
+        for (char *line = strsep(&rest, "\n"); line != NULL && *line != '\0'; line = strsep(&rest, "\n")) {
+            text_sanitize(line); /* a name may be cut */
             log_line(on, nn_log_warning, line);
+        }
     }
     text_free(&report.warnings);
     return error;
@@ -361,6 +389,7 @@ wasi_nn_error init_backend_with_config(void **ctx, const char *config, uint32_t 
     if (on == NULL)
         return out_of_memory();
     pthread_mutex_init(&on->mutex, NULL);
+    pthread_mutex_init(&on->turn.mutex, NULL);
     websocket_init(&on->socket, -1);
     on->max_frame_bytes = DEFAULT_FRAME_BYTES;
     on->request.limit = WEBSOCKET_MAX_MESSAGE;
@@ -406,8 +435,10 @@ static void log_warnings(const backend *on, const json_document *reply) {
         return;
     for (uint32_t each = json_first(reply, warnings); each != JSON_NONE; each = json_after(reply, warnings, each)) {
         char *line = json_string(reply, each, NULL);
-        if (line != NULL)
+        if (line != NULL) {
+            text_sanitize(line);
             log_line(on, nn_log_warning, line);
+        }
         free(line);
     }
 }
@@ -492,8 +523,12 @@ static wasi_nn_error add_graph(backend *on, const char *filename, uint32_t filen
     /* A session, which is closed at once, finds out whether the daemon has the model and accepts the parameters. */
     if (error == success)
         error = open_session(on, added, &added->config, true, session);
-    if (error == success)
-        error = close_session(on, session);
+    if (error == success && close_session(on, session) != success) {
+        if (on->is_lost)
+            error = runtime_error;
+        else /* refused for now; the session ends with the connection */
+            log_line(on, nn_log_warning, last_error);
+    }
     if (error != success) {
         free(added->model);
         added->model = NULL;
@@ -516,6 +551,10 @@ wasi_nn_error load_by_name(void *ctx, const char *filename, uint32_t filename_le
 
 /* Execution contexts. Their handles hold the number of the place, and how often it was used. */
 
+static graph_execution_context handle_of(const backend *on, const nn_context *context) {
+    return context->generation * CONFIG_MAX_CONTEXTS + (uint32_t)(context - on->contexts);
+}
+
 static nn_context *find_context(backend *on, graph_execution_context handle) {
     nn_context *found = &on->contexts[handle % CONFIG_MAX_CONTEXTS];
     if (found->is_open && found->generation == handle / CONFIG_MAX_CONTEXTS) {
@@ -526,15 +565,21 @@ static nn_context *find_context(backend *on, graph_execution_context handle) {
     return NULL;
 }
 
+/* Close a context. It stays open if the daemon refuses that for now, so that its session is not left behind. */
 static wasi_nn_error close_context(backend *on, nn_context *context) {
+    wasi_nn_error error = close_session(on, context->session);
+    if (error == not_found) /* it had expired */
+        error = success;
+    if (error != success && !on->is_lost)
+        return error;
     context->is_open = context->has_answer = false;
     context->generation = (context->generation + 1) % (UINT32_MAX / CONFIG_MAX_CONTEXTS);
+    context->on_text = NULL;
     free(context->prompt);
     context->prompt = NULL;
     text_free(&context->answer);
     text_free(&context->metadata);
-    wasi_nn_error error = close_session(on, context->session);
-    return error == not_found ? success : error; /* it had expired */
+    return error;
 }
 
 /* Return the place of a new context of a graph; the least recently used one of the graph is closed if it may be. */
@@ -586,7 +631,7 @@ static wasi_nn_error open_context(backend *on, graph g, const char *text, uint32
     place->is_open = true;
     place->graph = g;
     place->used_at = on->n_calls;
-    *exec_ctx = place->generation * CONFIG_MAX_CONTEXTS + (uint32_t)(place - on->contexts);
+    *exec_ctx = handle_of(on, place);
     return success;
 }
 
@@ -672,24 +717,106 @@ wasi_nn_error set_input(void *ctx, graph_execution_context exec_ctx, uint32_t in
 
 /* Turns. */
 
+/* Send the request to abort the turn, if it is wanted and the daemon knows the turn. */
+static bool send_abort(backend *on) {
+    nn_turn *turn = &on->turn;
+    pthread_mutex_lock(&turn->mutex);
+    bool is_due = turn->is_abort_wanted && turn->state == TURN_QUEUED;
+    if (is_due)
+        turn->state = TURN_ABORTED;
+    pthread_mutex_unlock(&turn->mutex);
+    if (!is_due)
+        return true;
+    begin_request(on, "abort");
+    add_text(on, "session_id", turn->session, strlen(turn->session));
+    return send_request(on) == success;
+}
+
+/* Called in the thread of the turn while it waits for the daemon. */
+static bool on_wake(void *user) {
+    backend *on = user;
+    eventfd_t count;
+    eventfd_read(on->socket.wake, &count);
+    return send_abort(on);
+}
+
+static void begin_turn(backend *on, const nn_context *context) {
+    pthread_mutex_lock(&on->turn.mutex);
+    on->turn.state = TURN_SENT;
+    on->turn.is_abort_wanted = false;
+    on->turn.handle = handle_of(on, context);
+    on->turn.session = context->session;
+    pthread_mutex_unlock(&on->turn.mutex);
+}
+
+static void set_queued(backend *on) {
+    pthread_mutex_lock(&on->turn.mutex);
+    if (on->turn.state == TURN_SENT)
+        on->turn.state = TURN_QUEUED;
+    pthread_mutex_unlock(&on->turn.mutex);
+}
+
+static void leave_turn(backend *on) {
+    eventfd_t count;
+    pthread_mutex_lock(&on->turn.mutex);
+    on->turn.state = NO_TURN;
+    eventfd_read(on->socket.wake, &count); /* no abort of this turn reaches a later one */
+    pthread_mutex_unlock(&on->turn.mutex);
+}
+
+static bool want_abort(backend *on, graph_execution_context handle) {
+    pthread_mutex_lock(&on->turn.mutex);
+    bool is_running = on->turn.state != NO_TURN && on->turn.handle == handle;
+    if (is_running) {
+        on->turn.is_abort_wanted = true;
+        eventfd_write(on->socket.wake, 1);
+    }
+    pthread_mutex_unlock(&on->turn.mutex);
+    return is_running;
+}
+
+wasi_nn_error inferencecenter_nn_abort(void *ctx, graph_execution_context exec_ctx) {
+    last_error[0] = '\0';
+    if (ctx == NULL)
+        return fail(invalid_argument, "inferencecenter_nn_abort: there is no backend");
+    return want_abort(ctx, exec_ctx) ? success
+                                     : fail(invalid_argument, "execution context %" PRIu32 " runs no turn", exec_ctx);
+}
+
+wasi_nn_error inferencecenter_nn_set_text_callback(void *ctx, graph_execution_context exec_ctx,
+                                                   inferencecenter_nn_text_callback callback, void *user) {
+    backend *on = enter(ctx, "inferencecenter_nn_set_text_callback");
+    if (on == NULL)
+        return invalid_argument;
+    nn_context *context = find_context(on, exec_ctx);
+    if (context != NULL) {
+        context->on_text = callback;
+        context->user = user;
+    }
+    return leave(on, context == NULL ? invalid_argument : success);
+}
+
 static void take_text(backend *on, nn_context *context, const json_document *event) {
     size_t length;
-    char *text = json_string(event, json_member(event, 0, "content"), &length);
-    if (text == NULL)
+    uint32_t content = json_member(event, 0, "content");
+    if (content == JSON_NONE || event->values[content].kind != JSON_STRING)
         return;
+    char *text = json_string(event, content, &length);
     bool had_room = !context->answer.failed;
-    text_add(&context->answer, text, length);
-    if (context->config.stream_stdout) {
-        fwrite(text, 1, length, stdout);
-        fflush(stdout);
+    if (text == NULL) {
+        context->answer.failed = true;
+    } else {
+        text_add(&context->answer, text, length);
+        if (context->config.stream_stdout) {
+            fwrite(text, 1, length, stdout);
+            fflush(stdout);
+        }
+        if (context->on_text != NULL && length > 0)
+            context->on_text(context->user, handle_of(on, context), text, (uint32_t)length);
+        free(text);
     }
-    free(text);
-    if (had_room && context->answer.failed) {
-        begin_request(on, "abort");
-        add_text(on, "session_id", context->session, strlen(context->session));
-        if (send_request(on) != success)
-            lost(on);
-    }
+    if (had_room && context->answer.failed)
+        want_abort(on, handle_of(on, context));
 }
 
 static void add_count(text_buffer *out, const char *name, const json_document *event, const char *counted) {
@@ -714,6 +841,10 @@ static wasi_nn_error end_turn(backend *on, nn_context *context, const json_docum
     text_add_string(metadata, "\"finish_reason\":");
     text_add_json(metadata, reason, strlen(reason));
     text_add(metadata, "}", 1);
+    if (metadata->failed) {
+        free(reason);
+        return out_of_memory();
+    }
     context->has_answer = true;
     log_warnings(on, event);
     wasi_nn_error error = success;
@@ -731,18 +862,17 @@ static wasi_nn_error end_turn(backend *on, nn_context *context, const json_docum
     return error;
 }
 
-/* Receive the events of a turn up to its end. */
-static wasi_nn_error follow_turn(backend *on, nn_context *context) {
-    uint64_t request = on->n_requests;
+/* Receive the events of a turn up to its end; `request` began it. */
+static wasi_nn_error follow_turn(backend *on, nn_context *context, uint64_t request) {
     for (;;) {
         json_document event;
         wasi_nn_error error = receive(on, &event);
         if (error != success)
             return error;
-        bool is_own = has_text(&event, "session_id", context->session);
-        bool is_refusal = on->n_requests == request && answers(on, &event) && has_text(&event, "op", "error");
+        bool is_own = has_text(&event, "session_id", context->session), is_error = has_text(&event, "op", "error");
+        bool is_failure = is_own && is_error && json_member(&event, 0, "turn_id") != JSON_NONE;
         bool is_end = true;
-        if (is_refusal || (is_own && has_text(&event, "op", "error") && json_member(&event, 0, "turn_id") != JSON_NONE))
+        if (is_failure || (is_error && answers(&event, request)))
             error = refused(&event);
         else if (is_own && has_text(&event, "op", "end"))
             error = end_turn(on, context, &event);
@@ -750,11 +880,15 @@ static wasi_nn_error follow_turn(backend *on, nn_context *context) {
             error = fail(runtime_error, "another connection has taken over the session");
         else
             is_end = false;
-        if (is_own && has_text(&event, "op", "token"))
+        if (is_own && has_text(&event, "op", "queued"))
+            set_queued(on);
+        else if (is_own && has_text(&event, "op", "token"))
             take_text(on, context, &event);
         json_free(&event);
         if (is_end)
             return error;
+        if (!send_abort(on))
+            return lost(on);
     }
 }
 
@@ -770,12 +904,16 @@ static wasi_nn_error run_turn(backend *on, nn_context *context, const config *co
     add_text(on, "prompt", context->prompt, context->n_prompt);
     config_add_parameters(config, &on->request);
     config_add_constraints(config, &on->request);
+    uint64_t request = on->n_requests;
+    begin_turn(on, context);
     wasi_nn_error error = send_request(on);
-    if (error != success)
-        return error;
-    free(context->prompt);
-    context->prompt = NULL;
-    return follow_turn(on, context);
+    if (error == success) {
+        free(context->prompt);
+        context->prompt = NULL;
+        error = follow_turn(on, context, request);
+    }
+    leave_turn(on);
+    return error;
 }
 
 wasi_nn_error compute(void *ctx, graph_execution_context exec_ctx) {

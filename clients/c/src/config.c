@@ -117,10 +117,22 @@ static size_t find(const char *const *names, size_t n_names, const char *name) {
 #define FIND(names, name) find(names, sizeof names / sizeof *names, name)
 #define COUNT(names) (sizeof names / sizeof *names)
 
-/* Copy the usual name of a key: with underscores, and without its alias. One that is too long for any key is cut. */
+/* Return a string without its escapes, to be freed; NULL for another value, one with a NUL in it, or without memory. */
+static char *c_string(const json_document *document, uint32_t value) {
+    size_t length;
+    char *string = json_string(document, value, &length);
+    if (string != NULL && strlen(string) != length) {
+        free(string);
+        return NULL;
+    }
+    return string;
+}
+
+/* Copy the usual name of a key: with underscores, and without its alias. One that is too long for any key is cut, and
+ * one with a NUL in it becomes that of no key. */
 static void canonical_name(const json_document *document, uint32_t key, char name[MAX_NAME]) {
-    char *given = json_string(document, key, NULL);
-    snprintf(name, MAX_NAME, "%s", given == NULL ? "" : given);
+    char *given = c_string(document, key);
+    snprintf(name, MAX_NAME, "%s", given == NULL ? "?" : given);
     free(given);
     for (char *at = name; *at != '\0'; at++)
         if (*at == '-')
@@ -192,8 +204,10 @@ static bool accepts(const config_key *key, const json_document *document, uint32
     case KIND_BOOLEAN:
         return kind == JSON_TRUE || kind == JSON_FALSE;
     case KIND_STRING: {
-        char *given = json_string(document, value, NULL);
-        bool accepted = given != NULL && (*key->options == '\0' || is_option(key->options, given));
+        if (*key->options == '\0')
+            return kind == JSON_STRING;
+        char *given = c_string(document, value);
+        bool accepted = given != NULL && is_option(key->options, given);
         free(given);
         return accepted;
     }
@@ -319,7 +333,7 @@ static wasi_nn_error read_key(config_reader *in, const char *group, const char *
     if (parameter < N_PARAMETERS)
         return set_raw(in, &in->config->parameters[parameter], raw_value(in->document, value));
     if (*group == '\0' && strcmp(name, "socket") == 0 && in->scope == SCOPE_BACKEND) {
-        char *path_of_socket = json_string(in->document, value, NULL);
+        char *path_of_socket = c_string(in->document, value);
         return path_of_socket == NULL ? wrong(in, "socket", "a path", value, "") :
                                         set_raw(in, &in->config->socket, path_of_socket);
     }

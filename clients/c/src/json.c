@@ -119,6 +119,18 @@ bool utf8_valid(const char *text, size_t length) {
     return true;
 }
 
+void text_sanitize(char *text) {
+    for (size_t length = strlen(text); *text != '\0';) {
+        size_t n_bytes = utf8_sequence((const unsigned char *)text, length);
+        if (n_bytes == 0 || (unsigned char)*text < 0x20 || *text == 0x7F) {
+            *text = '?';
+            n_bytes = 1;
+        }
+        text += n_bytes;
+        length -= n_bytes;
+    }
+}
+
 static bool read_escape(reader *in) {
     char kind = in->at < in->length ? in->text[in->at++] : '\0';
     uint32_t code_point;
@@ -387,9 +399,15 @@ char *json_string(const json_document *document, uint32_t value, size_t *length)
 }
 
 bool json_equals(const json_document *document, uint32_t value, const char *text) {
-    size_t length;
+    size_t length, n_text = strlen(text);
+    if (value == JSON_NONE || document->values[value].kind != JSON_STRING)
+        return false;
+    const char *raw = document->text + document->values[value].start + 1;
+    size_t n_raw = document->values[value].end - document->values[value].start - 2;
+    if (memchr(raw, '\\', n_raw) == NULL)
+        return n_raw == n_text && memcmp(raw, text, n_text) == 0;
     char *string = json_string(document, value, &length);
-    bool equal = string != NULL && length == strlen(text) && memcmp(string, text, length) == 0;
+    bool equal = string != NULL && length == n_text && memcmp(string, text, length) == 0;
     free(string);
     return equal;
 }

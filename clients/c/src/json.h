@@ -54,6 +54,9 @@ bool json_integer(const json_document *document, uint32_t value, int64_t *number
 /* Whether a text is valid UTF-8. */
 bool utf8_valid(const char *text, size_t length);
 
+/* Replace control characters, and bytes that are not UTF-8, by question marks: what remains is one line of text. */
+void text_sanitize(char *text);
+
 /* A growing text of at most `limit` bytes; NUL-terminated unless it is empty. `failed` is set if it would have become
  * longer, or memory is used up, and stays set. */
 typedef struct {

@@ -81,12 +81,12 @@ static bool violation(websocket *socket, const char *why) {
     return fail(socket, why);
 }
 
-/* Receive some bytes into the empty buffer. During the handshake there is nobody to ping. */
+/* Receive some bytes into the empty buffer. Pings are sent only after the handshake. */
 static bool fill(websocket *socket, bool may_ping) {
     bool pinged = false;
     for (;;) {
-        struct pollfd waiting = {.fd = socket->fd, .events = POLLIN};
-        int n_ready = poll(&waiting, 1, IDLE_MS);
+        struct pollfd waiting[] = {{.fd = socket->fd, .events = POLLIN}, {.fd = socket->wake, .events = POLLIN}};
+        int n_ready = poll(waiting, 2, IDLE_MS); /* ignores a negative descriptor */
         if (n_ready < 0 && errno != EINTR)
             return fail_errno(socket, "the connection is lost");
         if (n_ready == 0) {
@@ -97,6 +97,10 @@ static bool fill(websocket *socket, bool may_ping) {
                 return false;
         }
         if (n_ready <= 0)
+            continue;
+        if (waiting[1].revents != 0 && !socket->on_wake(socket->user))
+            return false;
+        if (waiting[0].revents == 0)
             continue;
         ssize_t n_received = recv(socket->fd, socket->buffer, sizeof socket->buffer, 0);
         if (n_received < 0 && errno == EINTR)
@@ -200,50 +204,47 @@ static bool receive_payload(websocket *socket, uint64_t length) {
     return !socket->message.failed || fail(socket, "memory is used up");
 }
 
+/* Receive a frame: handle a control frame, or add a data frame to the message. `ended` is set at a message's end. */
+static bool receive_frame(websocket *socket, bool *ended) {
+    frame_head head;
+    *ended = false;
+    if (socket->fd < 0 || !receive_head(socket, &head))
+        return false;
+    if (head.opcode & 0x8)
+        return receive_control(socket, &head);
+    if (head.opcode >= BINARY)
+        return violation(socket, "a frame is not text");
+    if (socket->in_message != (head.opcode == CONTINUATION))
+        return violation(socket, "a message is fragmented wrongly");
+    if (!socket->in_message)
+        text_clear(&socket->message);
+    socket->in_message = !head.last;
+    *ended = head.last;
+    return receive_payload(socket, head.length);
+}
+
 bool websocket_receive(websocket *socket) {
-    bool begun = false;
-    text_clear(&socket->message);
-    for (;;) {
-        frame_head head;
-        if (socket->fd < 0)
+    bool ended;
+    do {
+        if (!receive_frame(socket, &ended))
             return false;
-        if (!receive_head(socket, &head))
-            return false;
-        if (head.opcode & 0x8) {
-            if (!receive_control(socket, &head))
-                return false;
-            continue;
-        }
-        if (head.opcode == BINARY || head.opcode > BINARY)
-            return violation(socket, "a frame is not text");
-        if (begun != (head.opcode == CONTINUATION))
-            return violation(socket, "a message is fragmented wrongly");
-        begun = true;
-        if (!receive_payload(socket, head.length))
-            return false;
-        if (head.last)
-            return true;
-    }
+        if (ended && socket->drops_message)
+            socket->drops_message = ended = false;
+    } while (!ended);
+    return true;
 }
 
 bool websocket_service(websocket *socket) {
     for (;;) {
         struct pollfd waiting = {.fd = socket->fd, .events = POLLIN};
+        bool ended;
         if (socket->begin == socket->end && poll(&waiting, 1, 0) <= 0)
-            return true;
-        frame_head head;
-        if (!receive_head(socket, &head))
-            return false;
-        if (head.opcode & 0x8) {
-            if (!receive_control(socket, &head))
-                return false;
-            continue;
-        }
-        /* Between calls only the daemon's broadcasts arrive, which are short. */
-        text_clear(&socket->message);
-        if (!receive_payload(socket, head.length))
+            break;
+        if (!receive_frame(socket, &ended))
             return false;
     }
+    socket->drops_message = socket->in_message;
+    return true;
 }
 
 /* SHA-1 (FIPS 180-4), which proves that the peer has read the handshake. */
@@ -359,6 +360,7 @@ static bool handshake(websocket *socket) {
 void websocket_init(websocket *socket, int fd) {
     memset(socket, 0, sizeof *socket);
     socket->fd = fd;
+    socket->wake = -1;
     socket->message.limit = WEBSOCKET_MAX_MESSAGE;
 }
 
@@ -373,11 +375,14 @@ bool websocket_open(websocket *opened, const char *path) {
     if (opened->fd < 0)
         return fail_errno(opened, "no socket");
     setsockopt(opened->fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-    if (connect(opened->fd, (struct sockaddr *)&address, sizeof address) != 0) {
+    int failed;
+    do /* the backlog may be full, and a signal arrive meanwhile */
+        failed = connect(opened->fd, (struct sockaddr *)&address, sizeof address);
+    while (failed && errno == EINTR);
+    if (failed)
         fail_errno(opened, "it cannot be connected to");
-    } else if (handshake(opened)) {
+    else if (handshake(opened))
         return true;
-    }
     close(opened->fd);
     opened->fd = -1;
     return false;

@@ -9,6 +9,11 @@
 typedef struct {
     int fd; /* -1 when closed */
     text_buffer message; /* the last one received */
+    bool in_message; /* between the fragments of a message */
+    bool drops_message; /* which began between calls */
+    int wake; /* while bytes are awaited, `on_wake` is called when it is readable; -1 for none */
+    bool (*on_wake)(void *user); /* false ends the wait, as an error */
+    void *user;
     char why[160]; /* why the last operation failed */
     size_t begin, end; /* what was received and not yet read */
     unsigned char buffer[16 * 1024];
@@ -27,7 +32,8 @@ bool websocket_send(websocket *socket, const char *text, size_t length);
  * broke the protocol, or does not answer. */
 bool websocket_receive(websocket *socket);
 
-/* Answer pings that have arrived, without waiting; messages are dropped. False as for `websocket_receive`. */
+/* Answer pings that have arrived, and drop messages. Waits at most for the end of a frame. False as for
+ * `websocket_receive`. */
 bool websocket_service(websocket *socket);
 
 /* Send a close frame if the connection is open, and release everything. */
