@@ -33,6 +33,16 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """The median of paired differences, and an interval that holds the true median with probability ``coverage``."""
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ratio:
     """The median of paired ratios, and an interval that holds the true median with probability ``coverage``."""
 
@@ -78,23 +88,35 @@ def spread(values: Sequence[float]) -> Spread:
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """Return the ratio of two sides whose repetitions alternated, each repetition divided by its neighbor.
 
-    The interval lies between two of the sorted ratios: of n independent pairs, the true median is outside the k-th
-    least and k-th greatest with probability 2·P(binomial(n, 1/2) < k), whatever the distribution. The largest k that
-    keeps the coverage at 90 % is taken; fewer than five pairs reach less, and their least and greatest are returned.
-
     Raises:
         ValueError: There are no pairs, the sides differ in length, or a divisor is not positive.
     """
     if not ours or len(ours) != len(theirs) or min(theirs) <= 0:
         raise ValueError("paired ratios need as many repetitions on both sides, and positive divisors")
-    ratios = sorted(our / their for our, their in zip(ours, theirs, strict=True))
-    rank = max((k for k in range(2, len(ratios) // 2 + 1) if _coverage(len(ratios), k) >= _WANTED_COVERAGE), default=1)
-    return Ratio(
-        median=statistics.median(ratios),
-        low=ratios[rank - 1],
-        high=ratios[-rank],
-        coverage=_coverage(len(ratios), rank),
-    )
+    return Ratio(*_median_interval([our / their for our, their in zip(ours, theirs, strict=True)]))
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
+    """Return the difference of two sides whose repetitions alternated, each repetition less its neighbor.
+
+    Raises:
+        ValueError: There are no pairs, or the sides differ in length.
+    """
+    if not ours or len(ours) != len(theirs):
+        raise ValueError("paired differences need as many repetitions on both sides")
+    return Difference(*_median_interval([our - their for our, their in zip(ours, theirs, strict=True)]))
+
+
+def _median_interval(values: list[float]) -> tuple[float, float, float, float]:
+    """Return the median, an interval for it, low and high, and its coverage.
+
+    The interval lies between two of the sorted values: of n independent pairs, the true median is outside the k-th
+    least and k-th greatest with probability 2·P(binomial(n, 1/2) < k), whatever the distribution. The largest k that
+    keeps the coverage at 90 % is taken; fewer than five pairs reach less, and their least and greatest are returned.
+    """
+    values = sorted(values)
+    rank = max((k for k in range(2, len(values) // 2 + 1) if _coverage(len(values), k) >= _WANTED_COVERAGE), default=1)
+    return statistics.median(values), values[rank - 1], values[-rank], _coverage(len(values), rank)
 
 
 def _coverage(pairs: int, rank: int) -> float:

@@ -1,7 +1,8 @@
 """Measures what a WebAssembly guest adds to a turn and to a streamed token: `python -m benchmarks.wasm --url URL`.
 
 A guest and a program on the Python client do the same: turns of one token, then turns that stream many. Both run in
-this process with one connection, in alternation; the difference is the cost of the guest.
+this process with one connection, in alternation; the difference is the cost of the guest. The CPU time is that of the
+process, all threads together.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
 import typer
 from wasmtime import wat2wasm
 
+from benchmarks.stats import paired_difference
 from inferencecenter.client import Client
-from inferencecenter.client.blocking import LoopThread
+from inferencecenter.wasm.guest_loop import GuestLoop
 from inferencecenter.wasm.host import GuestLog
 from inferencecenter.wasm.run import GuestOptions, GuestRun
 
@@ -124,8 +126,8 @@ def measure(work: Callable[[], object]) -> Cost:
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def _with_client(thread: LoopThread, workload: Workload, client: Client) -> None:
-    thread.call(workload.run(client))
+def _with_client(loop: GuestLoop, workload: Workload, client: Client) -> None:
+    loop.call(workload.run(client))
 
 
 def main(
@@ -135,25 +137,30 @@ def main(
 ) -> None:
     """Print what a guest adds to each turn and to each streamed token."""
     token = token_file.read_text(encoding="ascii").strip() if token_file else os.environ["INFERENCECENTER_TOKEN"]
-    thread, client = LoopThread(), Client(url, token)
-    thread.call(client.open())
+    loop, client = GuestLoop(), Client(url, token)
+    loop.call(client.open())
     for workload in (TURNS, STREAMS):
         units = workload.n_turns * (workload.n_tokens if workload.streams else 1)
         guest = workload.guest()
         costs = []
-        for _ in range(rounds):
-            run = GuestRun("guest", guest, client, thread, options=GuestOptions(), log=GuestLog(typer.echo))
-            costs.append((measure(run.run), measure(partial(_with_client, thread, workload, client))))
+        for number in range(rounds):
+            run = GuestRun("guest", guest, client, loop, options=GuestOptions(), log=GuestLog(typer.echo))
+            sdk = partial(_with_client, loop, workload, client)
+            if number % 2:
+                costs.append((measure(run.run), measure(sdk)))
+            else:
+                costs.append((measure(sdk), measure(run.run))[::-1])
         for kind in ("wall_s", "cpu_s"):
-            own = [getattr(sdk, kind) / units * 1e6 for _, sdk in costs]
-            added = [(getattr(guest_, kind) - getattr(sdk, kind)) / units * 1e6 for guest_, sdk in costs]
-            low, _, high = quantiles(added, n=4)
-            typer.echo(
-                f"{workload.name}, {kind}: client {median(own):.1f} us, guest adds {median(added):.1f} us"
-                f" [{low:.1f}, {high:.1f}]"
+            with_guest, with_client = (
+                [getattr(cost, kind) / units * 1e6 for cost in side] for side in zip(*costs, strict=True)
             )
-    thread.call(client.close())
-    thread.close()
+            added = paired_difference(with_guest, with_client)
+            typer.echo(
+                f"{workload.name}, {kind}: client {median(with_client):.1f} us, guest adds {added.median:.1f} us"
+                f" [{added.low:.1f}, {added.high:.1f}] ({added.coverage:.0%})"
+            )
+    loop.call(client.close())
+    loop.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import typer
 
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, reach_daemon
-from inferencecenter.client.blocking import LoopThread
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
@@ -61,6 +60,9 @@ def run(  # noqa: PLR0913 - one argument an option
     fuel: Annotated[int, typer.Option(min=1, max=2**63, help="Fuel, about one unit an instruction.")] = 100_000_000_000,
     memory_mib: Annotated[int, typer.Option(min=1, max=4096, help="MiB of memory.")] = 256,
     timeout_s: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds until the end.")] = 600.0,
+    store: Annotated[
+        bool, typer.Option("--store", help="Store its sessions until it ends: they survive a restart of the daemon.")
+    ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Write each call to standard error.")] = False,
     url: UrlOption = None,
     token: TokenOption = None,
@@ -77,6 +79,7 @@ def run(  # noqa: PLR0913 - one argument an option
         arguments=arguments or (),
         directories=dict(map(_directory, directory or ())),
         models=_models(model) if model else None,
+        stores=store,
         limits=GuestLimits(fuel=fuel, memory_bytes=memory_mib * _MIB, timeout_s=timeout_s),
     )
     settings = load_settings(config, given(state_dir=state_dir))
@@ -85,6 +88,7 @@ def run(  # noqa: PLR0913 - one argument an option
 
 
 def _run(guest: Path, daemon: DaemonAccess, options: GuestOptions, *, trace: bool) -> int:
+    from inferencecenter.wasm.guest_loop import GuestLoop  # noqa: PLC0415 - see above
     from inferencecenter.wasm.host import GuestLog  # noqa: PLC0415 - see above
     from inferencecenter.wasm.run import GuestRun, read_guest  # noqa: PLC0415
 
@@ -92,15 +96,15 @@ def _run(guest: Path, daemon: DaemonAccess, options: GuestOptions, *, trace: boo
     signal.signal(signal.SIGTERM, _terminate)
     binary = read_guest(guest)
     log = GuestLog(lambda line: typer.echo(line, err=True), traces=trace)
-    client, thread = daemon.client(), LoopThread()
+    client, loop = daemon.client(), GuestLoop()
     try:
-        thread.call(client.open())
+        loop.call(client.open())
         try:
-            return GuestRun(guest.name, binary, client, thread, options=options, log=log).run()
+            return GuestRun(guest.name, binary, client, loop, options=options, log=log).run()
         finally:
-            thread.call(client.close())
+            loop.call(client.close())
     finally:
-        thread.close()
+        loop.close()
 
 
 def _terminate(*_: object) -> NoReturn:

@@ -31,6 +31,8 @@ VERSION: Final = "0.2.0-rc-2024-06-25"
 _TENSOR, _ERROR, _GRAPH, _CONTEXT = range(1, 5)
 _MAX_RESOURCES: Final = 1024
 _MAX_TENSOR_BYTES: Final = 64 * 1024 * 1024
+_MAX_DIMENSIONS: Final = 16
+_MAX_ERROR_CHARS: Final = 4096
 _INPUTS: Final = {"0": 0, "prompt": 0, "1": 1, "metadata": 1}
 _U8: Final = "U8"
 
@@ -108,13 +110,18 @@ class ComponentImports:
 
     def _define_errors(self, instance: LinkerInstance) -> None:
         instance.add_resource("error", ResourceType.host(_ERROR), lambda _, number: _ignore(self._errors.drop(number)))
-        instance.add_func(
-            "[constructor]error", lambda _, code, data: ResourceHost.own(self._errors.add((code, data)), _ERROR)
-        )
+        instance.add_func("[constructor]error", self._new_error)
         instance.add_func("[method]error.code", lambda store, it: self._errors[_number(store, it)][0])
         instance.add_func("[method]error.data", lambda store, it: self._errors[_number(store, it)][1])
 
+    def _new_error(self, _: Storelike, code: str, data: str) -> ResourceHost:
+        if len(data) > _MAX_ERROR_CHARS:
+            raise WasmtimeError(f"an error that a guest makes has at most {_MAX_ERROR_CHARS} characters")
+        return ResourceHost.own(self._errors.add((code, data)), _ERROR)
+
     def _new_tensor(self, _: Storelike, dimensions: list[int], kind: str, data: bytes) -> ResourceHost:
+        if len(dimensions) > _MAX_DIMENSIONS:
+            raise WasmtimeError(f"a tensor has at most {_MAX_DIMENSIONS} dimensions")
         return self._own_tensor(_Tensor(dimensions, kind, data))
 
     def _own_tensor(self, tensor: _Tensor) -> ResourceHost:

@@ -10,6 +10,7 @@ of its error, and changes no memory of the guest but the size of an output that 
 from __future__ import annotations
 
 import ctypes
+import struct
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +31,8 @@ MODULE: Final = "wasi_ephemeral_nn"
 EXTENSION: Final = "inferencecenter"
 
 _NO_FINALIZER: Final = ctypes.cast(0, ctypes.CFUNCTYPE(None, ctypes.c_void_p))
-_MASK: Final = 0xFFFF_FFFF
+_VALUE_BYTES: Final = ctypes.sizeof(bindings.wasmtime_val_raw_t)
+_U32: Final = struct.Struct("<I")
 _TENSOR_BYTES: Final = 20
 _U8_TYPES: Final = frozenset({2, 3, 4})
 """Numbers of the type u8: in the first specification, in those with f64, and in the latest."""
@@ -43,19 +45,24 @@ _TARGETS: Final = 4
 class GuestMemory:
     """The linear memory of the module, bounds-checked.
 
-    Its address and size are those of the latest ``refresh``: they can only change while the guest runs.
+    Its address and size are those of the latest ``refresh``. They change while the guest runs only, and only together.
     """
 
     def __init__(self, memory: Memory, store: Store) -> None:
         self._memory = memory
         self._store = store
-        self._base = 0
+        self._context = store._context()
+        self._reference = ctypes.byref(memory._memory)
+        self._bytes = memoryview(b"")
         self._size = 0
 
     def refresh(self) -> None:
-        """Read address and size, at the start of each call."""
-        self._size = self._memory.data_len(self._store)
-        self._base = ctypes.addressof(self._memory.data_ptr(self._store).contents)
+        """Read the size, at the start of each call, and the address if the memory has grown since."""
+        size = bindings.wasmtime_memory_data_size(self._context, self._reference)
+        if size != self._size:
+            self._size = size
+            address = ctypes.addressof(self._memory.data_ptr(self._store).contents)
+            self._bytes = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
     def read(self, pointer: int, length: int, what: str) -> bytes:
         """Return a copy of ``length`` bytes.
@@ -64,7 +71,7 @@ class GuestMemory:
             WasiNnError: They are not all in the memory.
         """
         self.check(pointer, length, what)
-        return ctypes.string_at(self._base + pointer, length)
+        return self._bytes[pointer : pointer + length].tobytes()
 
     def check(self, pointer: int, length: int, what: str) -> None:
         """Check that a range is in the memory, before anything is done for its sake.
@@ -85,13 +92,14 @@ class GuestMemory:
             WasiNnError: The range is not in the memory.
         """
         self.check(pointer, len(data), what)
-        ctypes.memmove(self._base + pointer, data, len(data))
+        self._bytes[pointer : pointer + len(data)] = data
 
     def read_u32(self, pointer: int, what: str) -> int:
         return int.from_bytes(self.read(pointer, 4, what), "little")
 
     def write_u32(self, pointer: int, value: int, what: str) -> None:
-        self.write(pointer, value.to_bytes(4, "little"), what)
+        self.check(pointer, 4, what)
+        _U32.pack_into(self._bytes, pointer, value)
 
 
 class CoreModuleImports:
@@ -137,11 +145,13 @@ class CoreModuleImports:
 
     def _define(self, linker: Linker, module: str, name: str, n_params: int, function: Callable[..., None]) -> None:
         call = self._tracing(name, function)
+        # An i32 is in the first four bytes of a value.
+        unpack, n_bytes = struct.Struct(f"<{'I12x' * n_params}").unpack, n_params * _VALUE_BYTES
 
         def callback(_: object, caller: Any, values: Any, n_values: int) -> int:
             del n_values
-            given = [values[index].i32 & _MASK for index in range(n_params)]
             try:
+                given = unpack(ctypes.string_at(values, n_bytes))
                 if self._memory is None:
                     self._memory = self._find_memory(Caller(caller))
                 if self._memory is not None:
@@ -161,11 +171,11 @@ class CoreModuleImports:
         )
         assert not error, "each name is defined once"
 
-    def _tracing(self, name: str, function: Callable[..., None]) -> Callable[[list[int]], int]:
+    def _tracing(self, name: str, function: Callable[..., None]) -> Callable[[tuple[int, ...]], int]:
         """Return a function that returns the errno of a call, and notes and traces it."""
         log = self._log
 
-        def call(given: list[int]) -> int:
+        def call(given: tuple[int, ...]) -> int:
             start = time.perf_counter() if log.traces else 0.0
             errno, message = SUCCESS, ""
             try:
@@ -237,6 +247,8 @@ class CoreModuleImports:
             raise WasiNnError(
                 NnErrorKind.INVALID_ENCODING, f"a tensor of type {kind & 0xFF} is no text; its type must be u8"
             )
+        memory.check(data, n_data, "data")
+        self._host.check_input_size(context, n_data)
         self._host.set_input(context, index, memory.read(data, n_data, "data"))
 
     def _compute(self, context: int) -> None:

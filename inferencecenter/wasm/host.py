@@ -1,7 +1,7 @@
 """The host's side of wasi-nn, for core modules and components alike: graphs, execution contexts and their turns.
 
-A guest runs in a thread of its own and calls in from there; the asyncio client runs in another. ``stop`` is called from
-a third: it ends every wait of the guest.
+A guest runs in a thread of its own and calls in from there; while it waits, that thread runs the asyncio client
+(``guest_loop``). ``stop`` is called from another: it ends every wait of the guest.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import sys
 import threading
-from concurrent.futures import CancelledError
+from collections import deque
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
@@ -25,18 +24,19 @@ from inferencecenter.wasm.guest_config import MAX_CONTEXTS, GuestConfig, parse_c
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
-    from concurrent.futures import Future
 
     from inferencecenter.client import Client
     from inferencecenter.client.answer import Answer
-    from inferencecenter.client.blocking import LoopThread
     from inferencecenter.client.session import ClientSession
     from inferencecenter.client.turn import ClientTurn
+    from inferencecenter.wasm.guest_loop import GuestLoop
 
     T = TypeVar("T")
 
 MAX_GRAPHS: Final = 16
 MAX_NAME_BYTES: Final = 256
+MAX_INPUT_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of all prompts that a guest has set; the host keeps them until their turns begin."""
 DEFAULT_MODEL: Final = "default"
 """Name under which guests find the daemon's default model."""
 _MAX_MESSAGES: Final = 64
@@ -90,9 +90,8 @@ class _Graph:
 class _Stream:
     """A turn that is read piece by piece: its text, then its end or its failure."""
 
-    turn: ClientTurn
-    pieces: SimpleQueue[str | Answer | BaseException]
-    pump: Future[None]
+    pieces: deque[str | Answer | BaseException]
+    pump: asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -104,6 +103,7 @@ class _Context:
     config: GuestConfig
     used: int
     prompt: str | None = None
+    n_prompt_bytes: int = 0
     stream: _Stream | None = None
     piece: bytes = b""
     texts: list[str] = field(default_factory=list)
@@ -114,19 +114,28 @@ class InferenceHost:
     """Graphs and execution contexts of one guest.
 
     Args:
-        client: An open client, which runs in ``thread``.
-        thread: The client's thread.
+        client: An open client, which runs in ``loop``.
+        loop: The client's loop.
         models: Models by the names under which the guest finds them; without it, all of the account's.
+        stores: Whether the daemon stores the sessions, so that they survive its restart.
         ttl_s: Idle seconds after which a session expires, longer than the guest may run.
         log: Receives warnings and errors.
     """
 
-    def __init__(
-        self, client: Client, thread: LoopThread, *, models: Mapping[str, str] | None, ttl_s: float, log: GuestLog
+    def __init__(  # noqa: PLR0913 - what a guest is given
+        self,
+        client: Client,
+        loop: GuestLoop,
+        *,
+        models: Mapping[str, str] | None,
+        stores: bool,
+        ttl_s: float,
+        log: GuestLog,
     ) -> None:
         self._client = client
-        self._thread = thread
+        self._loop = loop
         self._models = models
+        self._stores = stores
         self._ttl_s = ttl_s
         self._log = log
         self._graphs: dict[int, _Graph] = {}
@@ -135,7 +144,6 @@ class InferenceHost:
         self._n_contexts = 0
         self._n_uses = 0
         self._is_stopped = threading.Event()
-        self._waiting: Future[Any] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} graphs={len(self._graphs)} contexts={len(self._contexts)}>"
@@ -191,14 +199,30 @@ class InferenceHost:
     def set_input(self, context: int, index: int, data: bytes) -> None:
         """Set the prompt, tensor 0, or the configuration of the context's turns, tensor 1."""
         opened = self._context(context)
+        self.check_input_size(context, len(data))
         if index == 0:
             opened.prompt = _text(data, "the prompt")
+            opened.n_prompt_bytes = len(data)
         elif index == 1:
             opened.config = parse_config(data, base=opened.graph.config)
             self._note(opened.config)
         else:
             raise WasiNnError(
                 NnErrorKind.INVALID_ARGUMENT, f"input {index} does not exist; 0 is the prompt, 1 metadata"
+            )
+
+    def check_input_size(self, context: int, n_bytes: int) -> None:
+        """Check that there is room for an input, which can be done before it is copied.
+
+        Raises:
+            WasiNnError: ``TOO_LARGE``, or the context does not exist.
+        """
+        opened = self._context(context)
+        others = sum(each.n_prompt_bytes for each in self._contexts.values() if each is not opened)
+        if others + n_bytes > MAX_INPUT_BYTES:
+            raise WasiNnError(
+                NnErrorKind.TOO_LARGE,
+                f"a guest's inputs have at most {MAX_INPUT_BYTES} bytes; this has {n_bytes}, other prompts {others}",
             )
 
     def compute(self, context: int) -> None:
@@ -244,11 +268,7 @@ class InferenceHost:
     def stop(self) -> None:
         """End every wait of the guest, from another thread."""
         self._is_stopped.set()
-        if (waiting := self._waiting) is not None:
-            waiting.cancel()
-        for context in list(self._contexts.values()):
-            if context.stream is not None:
-                context.stream.pieces.put(GuestStoppedError())
+        self._loop.call_soon(self._loop.wake)
 
     def close(self) -> None:
         """Abort all turns and close all sessions, from any thread once the guest has ended or is stopped."""
@@ -259,7 +279,7 @@ class InferenceHost:
         sessions += [graph.spare for graph in graphs if graph.spare is not None]
         for context in contexts:
             if context.stream is not None:
-                context.stream.pump.cancel()
+                self._loop.cancel(context.stream.pump)
 
         async def close_all() -> None:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -267,7 +287,7 @@ class InferenceHost:
 
         if sessions:
             with contextlib.suppress(InferenceCenterError, TimeoutError):
-                self._thread.call(close_all())
+                self._loop.call(close_all())
 
     def _model(self, name: str) -> str | None:
         if self._models is not None:
@@ -311,7 +331,9 @@ class InferenceHost:
         session = dict(config.session)
         ttl_s = min(session.pop("ttl_s", self._ttl_s), self._ttl_s)
         return self._wait(
-            self._client.create_session(model=model, params=config.raw_params, store=False, ttl_s=ttl_s, **session)
+            self._client.create_session(
+                model=model, params=config.raw_params, store=self._stores, ttl_s=ttl_s, **session
+            )
         )
 
     def _begin(self, context: _Context) -> _Stream:
@@ -327,16 +349,20 @@ class InferenceHost:
             turn = context.session.infer(context.prompt, params=context.config.raw_params, **context.config.constraints)
         except InferenceCenterError as error:
             raise wasi_nn_error(error) from None
+        context.n_prompt_bytes = 0
         context.prompt, context.piece, context.texts, context.answer = None, b"", [], None
-        pieces: SimpleQueue[str | Answer | BaseException] = SimpleQueue()
-        context.stream = _Stream(turn, pieces, self._thread.submit(_pump(turn, pieces)))
-        if self._is_stopped.is_set():  # `stop` may have looked before the stream was there
-            pieces.put(GuestStoppedError())
+        pieces: deque[str | Answer | BaseException] = deque()
+        context.stream = _Stream(pieces, self._loop.start(_pump(turn, pieces, self._loop.wake)))
         return context.stream
 
     def _next_piece(self, context: _Context, stream: _Stream) -> str | None:
         """Return the next piece of text; ``None`` at the end, which ends the stream."""
-        item = stream.pieces.get()
+        pieces = stream.pieces
+        if not pieces:
+            self._loop.wait(lambda: bool(pieces) or self._is_stopped.is_set())
+        if self._is_stopped.is_set():
+            raise GuestStoppedError
+        item = pieces.popleft()
         if isinstance(item, str):
             context.texts.append(item)
             return item
@@ -344,7 +370,6 @@ class InferenceHost:
         if isinstance(item, InferenceCenterError):
             raise wasi_nn_error(item) from None
         if isinstance(item, BaseException):
-            stream.pump.cancel()
             raise item
         context.answer = item
         return None
@@ -352,7 +377,7 @@ class InferenceHost:
     def _end_stream(self, context: _Context) -> None:
         stream, context.stream = context.stream, None
         if stream is not None:
-            stream.pump.cancel()
+            self._loop.cancel(stream.pump)
 
     def _check_end(self, context: _Context) -> None:
         assert context.answer is not None, "the turn has ended"
@@ -383,18 +408,15 @@ class InferenceHost:
                 self._log.once(warning)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = self._thread.submit(coroutine)
-        self._waiting = future
-        if self._is_stopped.is_set():
-            future.cancel()
+        task = self._loop.start(coroutine)
+        self._loop.wait(lambda: task.done() or self._is_stopped.is_set())
+        if not task.done():
+            self._loop.cancel(task)
+            raise GuestStoppedError
         try:
-            return future.result()
-        except CancelledError:
-            raise GuestStoppedError from None
+            return task.result()
         except InferenceCenterError as error:
             raise wasi_nn_error(error) from None
-        finally:
-            self._waiting = None
 
 
 _FAILURES: Final[Mapping[str, tuple[NnErrorKind, str]]] = {
@@ -417,20 +439,22 @@ async def _close_session(session: ClientSession) -> None:
             return
 
 
-async def _pump(turn: ClientTurn, pieces: SimpleQueue[str | Answer | BaseException]) -> None:
-    """Pass the text of a turn to the guest's thread as it comes; the guest may read it later.
+async def _pump(turn: ClientTurn, pieces: deque[str | Answer | BaseException], on_piece: Callable[[], object]) -> None:
+    """Pass the text of a turn to the guest as it comes; the guest may read it later.
 
     Cancelling this aborts the turn. A turn holds at most a context of text, so the queue is bounded by that.
     """
     try:
-        async for event in turn.events():
+        while (event := await turn.next_event()) is not None:
             if isinstance(event, Token):
-                pieces.put(event.content)
-        pieces.put(turn.answer)
+                pieces.append(event.content)
+                on_piece()
+        pieces.append(turn.answer)
     except asyncio.CancelledError:
+        turn.leave()
         raise
     except BaseException as error:  # noqa: BLE001 - it is raised in the guest's thread
-        pieces.put(error)
+        pieces.append(error)
 
 
 def _text(data: bytes, what: str) -> str:

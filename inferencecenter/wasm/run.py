@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from inferencecenter.client import Client
-    from inferencecenter.client.blocking import LoopThread
+    from inferencecenter.wasm.guest_loop import GuestLoop
 
 MAX_GUEST_BYTES: Final = 128 * 1024 * 1024
 _MIB: Final = 1024 * 1024
 _TABLE_ELEMENTS: Final = 200_000
+_MODULE_TABLES: Final = 8
 _CACHED_BYTES: Final = _MIB
 """Size from which on wasmtime keeps the compiled guest in the user's cache: a runtime of Python takes half a minute."""
 _MAGIC: Final = b"\0asm"
@@ -77,12 +78,14 @@ class GuestOptions:
         arguments: Its arguments, after its name.
         directories: Directories of the host that it may read, by the paths under which it finds them.
         models: Models by the names under which it finds them; ``None`` for all of the account's.
+        stores: Whether the daemon stores its sessions until it ends, so that they survive a restart of the daemon.
         limits: Its limits.
     """
 
     arguments: Sequence[str] = ()
     directories: Mapping[str, Path] = field(default_factory=dict)
     models: Mapping[str, str] | None = None
+    stores: bool = False
     limits: GuestLimits = field(default_factory=GuestLimits)
 
 
@@ -93,11 +96,13 @@ def read_guest(path: Path) -> bytes:
         InferenceCenterError: ``invalid_guest``.
     """
     try:
-        if path.stat().st_size > MAX_GUEST_BYTES:
-            raise _invalid(path.name, f"it is larger than {MAX_GUEST_BYTES // _MIB} MiB")
-        return path.read_bytes()
+        with path.open("rb") as file:  # not by its size: a device or a pipe has none
+            guest = file.read(MAX_GUEST_BYTES + 1)
     except OSError as error:
         raise _invalid(path.name, error.strerror or str(error)) from None
+    if len(guest) > MAX_GUEST_BYTES:
+        raise _invalid(path.name, f"it is larger than {MAX_GUEST_BYTES // _MIB} MiB")
+    return guest
 
 
 class GuestRun:
@@ -106,8 +111,8 @@ class GuestRun:
     Args:
         name: Name of the guest, its first argument.
         guest: A core module or a component, in binary or text form.
-        client: An open client, which runs in ``thread``.
-        thread: The client's thread.
+        client: An open client, which runs in ``loop``.
+        loop: The client's loop.
         options: What it is given.
         log: Receives traced calls, warnings and errors.
 
@@ -120,7 +125,7 @@ class GuestRun:
         name: str,
         guest: bytes,
         client: Client,
-        thread: LoopThread,
+        loop: GuestLoop,
         *,
         options: GuestOptions,
         log: GuestLog,
@@ -130,7 +135,12 @@ class GuestRun:
         self._log = log
         limits = options.limits
         self._host = InferenceHost(
-            client, thread, models=options.models, ttl_s=limits.timeout_s + _TTL_MARGIN_S, log=log
+            client,
+            loop,
+            models=options.models,
+            stores=options.stores,
+            ttl_s=limits.timeout_s + _TTL_MARGIN_S,
+            log=log,
         )
         if not guest.startswith(_MAGIC):
             guest = _assembled(name, guest)
@@ -190,7 +200,7 @@ class GuestRun:
             memory_size=limits.memory_bytes,
             table_elements=_TABLE_ELEMENTS,
             instances=100,
-            tables=100,
+            tables=100 if self._is_component else _MODULE_TABLES,
             memories=4 if self._is_component else 1,
         )
         store.set_fuel(limits.fuel)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.stats import Percentiles, Ratio, Spread, paired_ratio, percentile, percentiles, spread
+from benchmarks.stats import (
+    Difference,
+    Percentiles,
+    Ratio,
+    Spread,
+    paired_difference,
+    paired_ratio,
+    percentile,
+    percentiles,
+    spread,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +78,12 @@ def test_invalid_ratios_are_refused(ours: list[float], theirs: list[float]) -> N
     """No pairs, unequal numbers of values, and a division by zero are refused."""
     with pytest.raises(ValueError, match="paired ratios"):
         paired_ratio(ours, theirs)
+
+
+def test_paired_difference_has_the_interval_of_the_ratio() -> None:
+    """Each repetition less its neighbor; differences may be negative, and unequal sides are refused."""
+    assert paired_difference([3.0, 1.0, 2.0], [1.0, 2.0, 2.0]) == Difference(0.0, -1.0, 2.0, 0.75)
+    ratio, difference = paired_ratio(range(1, 21), [1.0] * 20), paired_difference(range(1, 21), [0.0] * 20)
+    assert (difference.low, difference.high, difference.coverage) == (ratio.low, ratio.high, ratio.coverage)
+    with pytest.raises(ValueError, match="on both sides"):
+        paired_difference([1.0], [])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.client import Client
-from inferencecenter.client.blocking import LoopThread
 from inferencecenter.core.errors import InferenceCenterError
+from inferencecenter.wasm.guest_loop import GuestLoop
 from inferencecenter.wasm.host import GuestLog
 from tests.e2e.harness import Daemon, run_daemon
 
@@ -55,15 +55,16 @@ class GuestRunner:
 
     Args:
         daemon: The daemon.
+        url: Its address, if it is not that of its port.
         capfd: Captures what they write.
     """
 
-    def __init__(self, daemon: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, daemon: Daemon, capfd: pytest.CaptureFixture[str], url: str | None = None) -> None:
         pytest.importorskip("wasmtime", reason="the extra wasm is not installed")
         self._capfd = capfd
-        self.thread = LoopThread()
-        self.client = Client(daemon.url, daemon.admin_token)
-        self.thread.call(self.client.open())
+        self.loop = GuestLoop()
+        self.client = Client(url or daemon.url, daemon.admin_token)
+        self.loop.call(self.client.open())
 
     def run(self, guest: Guest | str | bytes, **options: Any) -> Outcome:
         """Run a guest to its end."""
@@ -79,19 +80,19 @@ class GuestRunner:
         try:
             binary = wat.encode() if isinstance(wat, str) else wat
             log = GuestLog(lines.append, traces=traces)
-            code = GuestRun("guest", binary, self.client, self.thread, options=given, log=log).run()
+            code = GuestRun("guest", binary, self.client, self.loop, options=given, log=log).run()
         except InferenceCenterError as error:
             failure = error
         return Outcome(code, failure, self._capfd.readouterr().out, lines)
 
     def n_sessions(self) -> int:
         """Number of the account's sessions."""
-        return len(self.thread.call(self.client.sessions()))
+        return len(self.loop.call(self.client.sessions()))
 
     def close(self) -> None:
         """Close the client."""
-        self.thread.call(self.client.close())
-        self.thread.close()
+        self.loop.call(self.client.close())
+        self.loop.close()
 
 
 @pytest.fixture

@@ -139,6 +139,8 @@ class Guest:
             {imports}
             (import "inferencecenter" "last_error" (func $last_error (param i32 i32 i32) (result i32)))
             (import "wasi_snapshot_preview1" "fd_write" (func $fd_write (param i32 i32 i32 i32) (result i32)))
+            (import "wasi_snapshot_preview1" "fd_read" (func $fd_read (param i32 i32 i32 i32) (result i32)))
+            (import "wasi_snapshot_preview1" "poll_oneoff" (func $poll_oneoff (param i32 i32 i32 i32) (result i32)))
             (import "wasi_snapshot_preview1" "proc_exit" (func $exit (param i32)))
             (memory (export "memory") {pages})
             (data (i32.const 56) "[]\\n")

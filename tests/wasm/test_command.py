@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 
 pytest.importorskip("wasmtime", reason="the extra wasm is not installed")
 
+from inferencecenter.core.errors import InferenceCenterError
+from inferencecenter.wasm import run as wasm_run
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "wasm"
 HAS_CLANG = Path("/usr/lib/wasm32-wasi/libc.a").exists() and shutil.which("clang") is not None
 ENDLESS = {"sampling": {"temp": 0, "ignore_eos": True}}
+FOREVER = """(i32.store (i32.const 1024) (i32.const 0)) (i32.store (i32.const 1040) (i32.const 1))
+    (i64.store (i32.const 1048) (i64.const 3000000000000))
+    (drop (call $poll_oneoff (i32.const 1024) (i32.const 1088) (i32.const 1) (i32.const 1152)))"""
+READ_INPUT = """(i32.store (i32.const 1024) (i32.const 1088)) (i32.store (i32.const 1028) (i32.const 8))
+    (drop (call $fd_read (i32.const 0) (i32.const 1024) (i32.const 1) (i32.const 1152)))"""
 TALK = "My name is Ada.\nWhat is my name?\n"
 
 
@@ -100,6 +108,34 @@ def test_missing_directory_and_file_are_named(start: Callable[..., subprocess.Po
     process = start(tmp_path / "absent.wasm")
     assert "absent.wasm" in process.communicate(timeout=60)[1]
     assert process.returncode == 65
+
+
+def test_file_without_a_size_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device or a pipe may be endless."""
+    monkeypatch.setattr(wasm_run, "MAX_GUEST_BYTES", 1024)
+    with pytest.raises(InferenceCenterError, match="larger than"):
+        wasm_run.read_guest(Path("/dev/zero"))
+
+
+WAITS = {"poll_oneoff": FOREVER, "fd_read": READ_INPUT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("by", ["timeout", "signal"])
+def test_wait_within_wasi_does_not_hold_up_the_process(
+    start: Callable[..., subprocess.Popen[str]], runner: GuestRunner, tmp_path: Path, name: str, by: str
+) -> None:
+    """It cannot be interrupted, but the process ends, with the exit code of the timeout or the signal."""
+    waiting = Guest().load().open().add("(call $print (i32.const 56) (i32.const 3))").add(WAITS[name])
+    process = start(written(waiting, tmp_path / "guest.wat"), "--timeout-s", "3" if by == "timeout" else "600")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[]\n"
+    if by == "signal":
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == (124 if by == "timeout" else 128 + signal.SIGTERM)
+    assert runner.n_sessions() == 0
+    process.communicate()
 
 
 @pytest.mark.slow

@@ -138,6 +138,51 @@ def test_context_outlives_its_graph(runner: GuestRunner) -> None:
     ]
 
 
+MAKER_IMPORTS = f"""
+    (import "wasi:nn/errors@{VERSION}" (instance $errors
+        (export "error" (type $error (sub resource)))
+        (type $code (enum "invalid-argument" "invalid-encoding" "timeout" "runtime-error" "unsupported-operation"
+            "too-large" "not-found" "security" "unknown"))
+        (export "error-code" (type $error_code (eq $code)))
+        (export "[constructor]error" (func (param "code" $error_code) (param "data" string) (result (own $error))))))
+    (import "wasi:nn/tensor@{VERSION}" (instance $tensors
+        (export "tensor" (type $tensor (sub resource)))
+        (type $type (enum "FP16" "FP32" "FP64" "BF16" "U8" "I32" "I64"))
+        (export "tensor-type" (type $tensor_type (eq $type)))
+        (export "[constructor]tensor" (func (param "dimensions" (list u32)) (param "ty" $tensor_type)
+            (param "data" (list u8)) (result (own $tensor))))))"""
+MAKER_LOWERED = """
+    (core func $make_error (canon lower (func $errors "[constructor]error")
+        (memory (core memory $memory "memory"))))
+    (core func $make_tensor (canon lower (func $tensors "[constructor]tensor")
+        (memory (core memory $memory "memory"))))"""
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("(drop (call $make_error (i32.const 8) (i32.const 0) (i32.const 4096)))", None),
+        ("(call $make_error (i32.const 8) (i32.const 0) (i32.const 4097))", "4096 characters"),
+        ("(drop (call $make_tensor (i32.const 0) (i32.const 16) (i32.const 4) (i32.const 0) (i32.const 9)))", None),
+        ("(call $make_tensor (i32.const 0) (i32.const 17) (i32.const 4) (i32.const 0) (i32.const 9))", "16 dimensions"),
+    ],
+)
+def test_what_a_guest_makes_is_bounded(runner: GuestRunner, body: str, message: str | None) -> None:
+    """The host keeps the texts of errors and the dimensions of tensors."""
+    names = ("make_error", "make_tensor")
+    wat = COMMAND.format(
+        imports=MAKER_IMPORTS,
+        lowered=MAKER_LOWERED,
+        core_imports='(import "host" "make_error" (func $make_error (param i32 i32 i32) (result i32)))'
+        '(import "host" "make_tensor" (func $make_tensor (param i32 i32 i32 i32 i32) (result i32)))',
+        core_exports=" ".join(f'(export "{name}" (func ${name}))' for name in names),
+        body=body if message else f"{body} (i32.const 0)",
+    )
+    error = runner.run(wat).error
+    assert (error is None) == (message is None), error
+    assert error is None or (message or "") in error.message
+
+
 def test_resources_are_bounded(runner: GuestRunner) -> None:
     """Graphs beyond the limit are errors, and a guest that hoards errors is ended."""
     ended = runner.run(user(f"{repeated(LOAD, 17)} (i32.load (i32.const 64))"))

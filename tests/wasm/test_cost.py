@@ -26,5 +26,5 @@ def test_guest_and_client_generate_the_same_tokens(runner: GuestRunner, daemon: 
     before = tokens()
     assert runner.run(workload.guest()).code == 0
     between = tokens()
-    runner.thread.call(workload.run(runner.client))
+    runner.loop.call(workload.run(runner.client))
     assert between - before == tokens() - between == 21
