@@ -106,8 +106,8 @@ class Workload:
                     await session.ask(PROMPT)
 
 
-TURNS: Final = Workload("turn", n_turns=100, n_tokens=1, streams=False)
-STREAMS: Final = Workload("token", n_turns=10, n_tokens=400, streams=True)
+TURNS: Final = Workload("turn", n_turns=20, n_tokens=1, streams=False)
+STREAMS: Final = Workload("token", n_turns=2, n_tokens=400, streams=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _with_client(loop: GuestLoop, workload: Workload, client: Client) -> None:
 def main(
     url: Annotated[str, typer.Option(help="Address of the daemon.")] = "http://127.0.0.1:3000",
     token_file: Annotated[Path | None, typer.Option(help="File with the token; else INFERENCECENTER_TOKEN.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds, each with both programs.")] = 10,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, each with both programs.")] = 30,
 ) -> None:
     """Print what a guest adds to each turn and to each streamed token."""
     token = token_file.read_text(encoding="ascii").strip() if token_file else os.environ["INFERENCECENTER_TOKEN"]
