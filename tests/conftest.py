@@ -17,7 +17,7 @@ from tests.leftovers import leftovers
 from tests.prefork import close_template, install
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator
 
 pytest_plugins = ("tests.examples",)
 
@@ -74,8 +74,8 @@ def demo_model_path() -> Path:
     return Path(os.environ.get("INFERENCECENTER_TEST_MODEL", _BUNDLED))
 
 
-@pytest.fixture(autouse=True)
-def _close_leftovers() -> Iterator[None]:
-    """Close what a failed test has left open."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """Close what a failed test has left open. A fixture that each test has would take seconds."""
     with leftovers:
-        yield
+        return (yield)

@@ -7,7 +7,9 @@ import json
 import time
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +19,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from inferencecenter.api.app import api_routes, create_app
-from inferencecenter.auth.account import Account, StaticClient
+from inferencecenter.auth.account import Account, NewToken, StaticClient
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.quotas import AccessQuotas
@@ -381,6 +383,18 @@ async def close_code(socket: ClientConnection) -> int | None:
         return closed.rcvd.code if closed.rcvd else None
 
 
+@cache
+def _accounts_with_ada() -> tuple[bytes, NewToken]:
+    """Return a file of accounts with the client ada, and its token; a server starts with a copy, which is cheaper."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "accounts.sqlite3"
+        accounts = Accounts.open(file, clock=time.time)
+        accounts.ensure_client("ada", max_sessions=8, priority="normal")
+        new = accounts.create_token("ada", name="test")
+        accounts.close()
+        return file.read_bytes(), new
+
+
 @asynccontextmanager
 async def running_server(
     tmp_path: Path,
@@ -398,9 +412,11 @@ async def running_server(
     clients = tmp_path / "clients.toml"
     clients.write_text(CLIENTS_TOML)
     static: dict[str, StaticClient] = load_clients(AuthSettings(clients_file=clients))
-    accounts = Accounts.open(tmp_path / "accounts.sqlite3", clock=time.time, static=static)
-    accounts.ensure_client("ada", max_sessions=8, priority="normal")
-    new = accounts.create_token("ada", name="test")
+    file = tmp_path / "accounts.sqlite3"
+    if is_first := not file.exists():
+        file.write_bytes(_accounts_with_ada()[0])
+    accounts = Accounts.open(file, clock=time.time, static=static)
+    new = _accounts_with_ada()[1] if is_first else accounts.create_token("ada", name="test")
     engine, gpu, metrics = StubEngine(), StubGpu(), DaemonMetrics()
     quotas = AccessQuotas(accounts, defaults=limits, clock=time.time, monotonic=time.monotonic)
 
