@@ -12,6 +12,8 @@ a lost one, it has threads, so it forks a template of its own with the first eng
 
 from __future__ import annotations
 
+import asyncio
+import asyncio.unix_events
 import atexit
 import contextlib
 import ctypes
@@ -32,6 +34,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import uvloop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -220,6 +224,8 @@ def close_template() -> None:
 
 
 _execute: Final = vars(subprocess.Popen)["_execute_child"]
+_create_by_loop: Final = asyncio.create_subprocess_exec
+_SubprocessTransport: Final[Any] = vars(asyncio.unix_events)["_UnixSubprocessTransport"]
 _signature: Final = inspect.signature(_execute)
 
 
@@ -240,6 +246,29 @@ def install(start: Callable[[_Program, Sequence[int]], int] = _start_by_template
         vars(subprocess.Popen)["_close_pipe_fds"](popen, *(asked[name] for name in pipes))
 
     setattr(subprocess.Popen, "_execute_child", execute_child)  # noqa: B010 - it has no type
+    setattr(asyncio, "create_subprocess_exec", _create_subprocess)  # noqa: B010 - nor has it
+
+
+async def _create_subprocess(*command: Any, limit: int = 2**16, **options: Any) -> asyncio.subprocess.Process:
+    """Do what asyncio does, on uvloop by its transport, too: that of uvloop does without ``subprocess``."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, uvloop.Loop) or list(command[:2]) != _PYTHON:
+        return await _create_by_loop(*command, limit=limit, **options)
+    protocol = asyncio.subprocess.SubprocessStreamProtocol(limit=limit, loop=loop)
+    pipes = [options.pop(name, None) for name in ("stdin", "stdout", "stderr")]
+    connected = loop.create_future()
+    transport = _SubprocessTransport(loop, protocol, command, False, *pipes, 0, waiter=connected, **options)
+    process = transport.get_extra_info("subprocess")
+    pidfd = os.pidfd_open(process.pid)
+
+    def exited() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        transport._process_exited(process.wait())
+
+    loop.add_reader(pidfd, exited)
+    await connected
+    return asyncio.subprocess.Process(transport, protocol, loop)
 
 
 def _program(asked: Mapping[str, Any]) -> _Program | None:
