@@ -199,7 +199,7 @@ class EngineHost:
             engine=self._ticket.engine,
             epoch=self._ticket.epoch,
             key=self._key,
-            node=socket.gethostname(),
+            node=self._ticket.node or socket.gethostname(),
         )
         link = FrontLink(
             self._ticket,

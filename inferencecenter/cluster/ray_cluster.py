@@ -151,7 +151,7 @@ class RayCluster:
         Raises:
             NodeUnreachableError: The cluster cannot be reached, the machine has not joined, or nothing starts there.
         """
-        text = msgspec.json.encode(ticket).decode()
+        text = msgspec.json.encode(msgspec.structs.replace(ticket, node=node)).decode()
         await self._request(RayRequest(op="start", engine=ticket.engine, node=node, ticket=text))
 
     async def close(self) -> None:

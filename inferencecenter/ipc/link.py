@@ -44,6 +44,7 @@ class LinkTicket(msgspec.Struct, frozen=True, kw_only=True):
 
     ``key`` is valid for one connection. ``certificate`` and ``certificate_key`` identify the host, ``authority`` signed
     them and the front's certificate; all are PEM. A host that has had no connection for ``orphan_s`` ends its engine.
+    ``node`` is the name of its machine in the cluster, empty where there is none.
     """
 
     engine: str
@@ -55,6 +56,7 @@ class LinkTicket(msgspec.Struct, frozen=True, kw_only=True):
     certificate_key: str
     lost_after_s: float
     orphan_s: float
+    node: str = ""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.engine}, epoch={self.epoch})"

@@ -13,8 +13,17 @@ import trustme
 
 from inferencecenter import __version__
 from inferencecenter.cluster.certificates import FRONT_NAME, ClusterCertificates, client_context
+from inferencecenter.cluster.ray_cluster import RayCluster, RayReply, RayRequest, RayStarter
 from inferencecenter.ipc.framing import encode
-from inferencecenter.ipc.link import MAX_HELLO_BYTES, HostBeat, HostHello, HostRefused, HostWelcome, to_host_decoder
+from inferencecenter.ipc.link import (
+    MAX_HELLO_BYTES,
+    HostBeat,
+    HostHello,
+    HostRefused,
+    HostWelcome,
+    LinkTicket,
+    to_host_decoder,
+)
 from inferencecenter.ipc.messages import LogLine
 from inferencecenter.supervisor.nodes import LinkTraffic
 from inferencecenter.supervisor.remote import HostListener, HostRegistry
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from inferencecenter.ipc.link import FromHost, LinkTicket, ToHost
+    from inferencecenter.ipc.link import FromHost, ToHost
 
 
 @pytest.fixture
@@ -204,3 +213,18 @@ async def test_traffic_outlives_connections(listener: HostListener) -> None:
     assert second.received_bytes >= first.received_bytes + len(encode(hello(ticket, key=welcome.resume_key)))
     assert second.reconnects == 1
     assert listener.traffic("other/0") == LinkTraffic()
+
+
+async def test_ticket_names_the_node(listener: HostListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log lines about a host have the name that the configuration has, not that of the machine."""
+    sent = []
+
+    async def request(_cluster: RayCluster, request: RayRequest) -> RayReply:
+        sent.append(request)
+        return RayReply()
+
+    monkeypatch.setattr(RayCluster, "_request", request)
+    await RayStarter(RayCluster("127.0.0.1:1"), "box2").start(listener.ticket("m/0"))
+    (asked,) = sent
+    ticket = msgspec.json.decode(asked.ticket, type=LinkTicket)
+    assert (asked.node, ticket.node, ticket.engine) == ("box2", "box2", "m/0")
