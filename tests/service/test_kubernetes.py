@@ -180,7 +180,12 @@ def test_ports_match(cluster: dict[str, Any]) -> None:
     """Service, policy, settings and pods have the same ports."""
     settings = Settings(**tomllib.loads(the("ConfigMap")["data"]["inferencecenter.toml"]))
     ports = {port["name"]: port["containerPort"] for each in containers(cluster) for port in each.get("ports", ())}
-    assert ports == {"gcs-server": 6380, "http": settings.server.port, "hosts": settings.cluster.port}
+    assert ports == {
+        "gcs-server": 6380,
+        "http": settings.server.port,
+        "hosts": settings.cluster.port,
+        "files": settings.cluster.files_port,
+    }
     (served,) = the("Service")["spec"]["ports"]
     assert (served["port"], served["targetPort"]) == (settings.server.port, "http")
     _, outside = the("NetworkPolicy")["spec"]["ingress"]
