@@ -28,7 +28,8 @@ SCOPES: Final[Mapping[Scope, str]] = MappingProxyType(
         Scope.OPERATOR: "Read the status and usage of all clients and /metrics, swap, pull and delete models, drain "
         "the daemon.",
         Scope.ADMIN: "List which clients are connected, and close their sockets; manage accounts and tokens; list and "
-        "delete sessions of all clients, without reading them; read the log and the audit log.",
+        "delete sessions of all clients, without reading them; read the log and the audit log; drain machines of "
+        "the cluster.",
     }
 )
 

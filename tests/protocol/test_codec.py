@@ -187,6 +187,8 @@ def test_unknown_fields_are_refused(op: str) -> None:
         "load_model": {"name": "m"},
         "unload_model": {"name": "m"},
         "kick": {"client_id": "c"},
+        "drain_node": {"node": "n"},
+        "undrain_node": {"node": "n"},
         "pull_model": {"reference": "r"},
         "cancel_pull": {"reference": "r"},
         "remove_model": {"name": "m"},

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LEAST: dict[str, dict[str, Any]] = {
     "kick": {"client_id": "ada"},
+    "drain_node": {"node": "box"},
+    "undrain_node": {"node": "box"},
     "load_model": {"name": "stub"},
     "unload_model": {"name": "stub"},
     "pull_model": {"reference": "ada/tiny:Q8_0"},
