@@ -73,6 +73,19 @@ def question_or_conversation(draw: Draw, sentences: Sequence[str]) -> tuple[Mess
     return (question_alone if draw.chance(0.5) else conversation)(draw, sentences)
 
 
+def conversation_with_recalls(draw: Draw, sentences: Sequence[str]) -> tuple[Message, ...]:
+    """Returns messages that ask for the picture of `sentences[0]` up to three times, with other turns between."""
+    exchanges = [*small_turns(draw, draw.pick((0, 0, 1))), shown(draw, sentences[0])]
+    for _ in range(draw.number(1, 3)):
+        exchanges += [*small_turns(draw, draw.pick((0, 1, 1, 2, 2, 3))), recalled(draw, sentences[0])]
+    return (*_system(draw), *(message for each in exchanges for message in each.messages))
+
+
+def question_or_recalls(draw: Draw, sentences: Sequence[str]) -> tuple[Message, ...]:
+    """Returns a question alone in a third of the draws, and else a conversation, half of these with several recalls."""
+    return draw.pick((question_alone, conversation, conversation_with_recalls))(draw, sentences)
+
+
 def _count(draw: Draw) -> Exchange:
     return skills.counting(draw, _LONGEST_COUNT)
 

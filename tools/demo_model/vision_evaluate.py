@@ -98,10 +98,10 @@ def cases(kind: str, amount: int, *, seed: int = SEED) -> Iterator[Case]:
         yield KINDS[kind](draws, draw([seed, number]))
 
 
-def score(model: SeeingModel, kind: str, amount: int, failures: Console | None = None) -> Score:
+def score(model: SeeingModel, kind: str, amount: int, failures: Console | None = None, *, seed: int = SEED) -> Score:
     """Return how many cases of a kind pass."""
     result = Score()
-    for messages, pictures, expected in cases(kind, amount):
+    for messages, pictures, expected in cases(kind, amount, seed=seed):
         answer = model.answer(messages, [each.pixels for each in pictures])
         result.total += 1
         result.passed += answer == expected
@@ -114,13 +114,14 @@ def main(
     projector: Annotated[Path, typer.Argument(help="Projector file.")],
     *,
     amount: Annotated[int, typer.Option(help="Cases of each kind.")] = 500,
+    seed: Annotated[int, typer.Option(help="Of pictures and conversations.")] = SEED,
     show_failures: Annotated[bool, typer.Option(help="Show wrong answers on stderr.")] = False,
 ) -> None:
     """Measures a projector on unseen pictures; exits with 1 if it should not ship."""
     failures = Console(stderr=True) if show_failures else None
     table = Table("question", "passed", "of", "share")
     with SeeingModel.load(demo_model_path(), projector) as model:
-        scores: dict[str, Score] = {kind: score(model, kind, amount, failures) for kind in KINDS}
+        scores: dict[str, Score] = {kind: score(model, kind, amount, failures, seed=seed) for kind in KINDS}
     for kind, each in scores.items():
         table.add_row(kind, str(each.passed), str(each.total), f"{each.share:.1%}")
     Console().print(table)

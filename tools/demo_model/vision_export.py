@@ -57,8 +57,8 @@ def main(
     out: Annotated[Path, typer.Argument(help="File to write.")],
 ) -> None:
     """Writes the trained vision tower as a projector."""
-    state = torch.load(run / "vision.pt", weights_only=True)["learner"]
-    tower = {name.removeprefix("tower."): each for name, each in state.items() if name.startswith("tower.")}
+    state = torch.load(run / "vision.pt", weights_only=True)["average"]
+    tower = {name.removeprefix("module."): each for name, each in state.items() if name.startswith("module.")}
     export(tower, VisionShape(), out)
 
 
