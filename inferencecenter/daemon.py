@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import importlib.util
 import os
@@ -27,7 +26,7 @@ import structlog
 import uvloop
 
 from inferencecenter import __version__
-from inferencecenter.api.app import api_routes, create_app
+from inferencecenter.api.app import DeferredRoutes, create_app
 from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.audit import AuditEvent
@@ -45,7 +44,7 @@ from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
 from inferencecenter.reload import ConfigReloader
 from inferencecenter.server.context import ServerContext, no_sessions, no_usage, no_usage_page
-from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
+from inferencecenter.server.control import ControlSocket, record_open_files
 from inferencecenter.server.listener import BACKLOG, CLOSING_S, Listener, address, bind, bind_ollama, inherited_sockets
 from inferencecenter.server.load_history import HISTORY_FILE, LoadHistory, recording
 from inferencecenter.server.tls import Certificate
@@ -62,11 +61,11 @@ from inferencecenter.sessions.store.rows import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
 from inferencecenter.supervisor.engine_options import (
+    engine_lock_path,
     engine_options,
     kv_cache_paths,
     remove_ram_cache,
     remove_stale_caches,
-    replica_key,
 )
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
@@ -86,12 +85,12 @@ from inferencecenter.telemetry.traces import open_traces
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from inferencecenter.auth.authentication import ExternalAuthProvider
     from inferencecenter.cluster.engine_cluster import EngineCluster
     from inferencecenter.config.sections import McpServerSettings
     from inferencecenter.config.settings import Settings
+    from inferencecenter.first_engine import FirstEngine
     from inferencecenter.ipc.messages import StepOutput
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.mcp.gateway import McpClient
@@ -102,16 +101,16 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.supervisor.model_manager import ModelEngine
-    from inferencecenter.supervisor.nodes import HostConnection
     from inferencecenter.supervisor.poison_turns import Suspicion
     from inferencecenter.supervisor.process import EngineLauncher
+    from inferencecenter.supervisor.remote import RemoteLauncher
     from inferencecenter.telemetry.metrics import McpMetrics
     from inferencecenter.telemetry.otlp import Traces
 
 _MCP_CLIENT: Final = "inferencecenter.mcp.connection"
 """Its import takes 0.4 s and 23 MiB, which daemons without MCP servers do not need."""
 _SUSPECTS_FILE: Final = "suspects.json"
-_FREEZE_AFTER_S: Final = 0.1
+_COMPLETE_AFTER_S: Final = 0.1
 STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
 """How long stopping takes at most after the turns' time is over, including what the store needs at the end."""
 
@@ -343,6 +342,7 @@ class _Prepared:
     images: ImageLibrary
     config_params: Params
     registry: Registry
+    first_engine: FirstEngine | None
     sockets: list[socket.socket]
     unix_accounts: Mapping[int, str]
     ollama: list[socket.socket]
@@ -359,13 +359,18 @@ class _Prepared:
 
 
 def serve(
-    settings: Settings, *, announce: Callable[[Announcement], None], reload_settings: Callable[[], Settings]
+    settings: Settings,
+    *,
+    announce: Callable[[Announcement], None],
+    reload_settings: Callable[[], Settings],
+    first_engine: FirstEngine | None = None,
 ) -> int:
-    """Run the daemon until SIGINT or SIGTERM and return the exit code.
+    """Run the daemon until SIGINT or SIGTERM and return the exit code; its state directory is locked.
 
     The first signal lets running turns finish for ``server.shutdown_timeout_s``; the next daemon continues those that
     have not. A second one ends it at once. With ``engine.exit_when_failed`` the daemon also ends, with code 1, when the
     engine is given up. At SIGHUP, or on request of the command line, settings are reloaded by ``reload_settings``.
+    ``first_engine`` is the one that was launched ahead, if any.
 
     Raises:
         InferenceCenterError: The daemon cannot run: ``invalid_config``, ``invalid_model_file``, ``address_in_use`` or
@@ -375,7 +380,6 @@ def serve(
     faulthandler.enable()
     _allow_many_sockets()
     with ExitStack() as held:
-        held.enter_context(_exclusive_state_dir(settings.state_dir))
         server = settings.server
         inherited = inherited_sockets(os.environ, pid=os.getpid())
         unix = [each for each in inherited if each.family == socket.AF_UNIX]
@@ -389,7 +393,8 @@ def serve(
         for listening in ollama:
             held.callback(listening.close)
         certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
-        config_params, registry = parse_config_params(settings), read_registry(settings)
+        config_params = parse_config_params(settings)
+        registry = read_registry(settings) if first_engine is None else first_engine.registry
         registry.log_remarks()
         if (traces := open_traces(settings.telemetry)) is not None:
             held.callback(traces.close)
@@ -412,6 +417,7 @@ def serve(
             images=images,
             config_params=config_params,
             registry=registry,
+            first_engine=first_engine,
             sockets=[*sockets, *ollama, *unix],
             unix_accounts=unix_accounts(settings.auth.unix_users) if unix else {},
             ollama=ollama,
@@ -471,6 +477,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         live_sessions=live_sessions,
         pixels=prepared.images.pixels,
         cluster=prepared.cluster,
+        first_engine=prepared.first_engine,
     )
     supervisor, gpu = models.engine(models.default), Gpu()
     memory = MemoryPressureMonitor(
@@ -541,8 +548,9 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         if is_unrecoverable():
             listener.stop()
 
+    app = create_app(context, apis := DeferredRoutes(context))
     listener = Listener(
-        create_app(context, *api_routes(context)),
+        app,
         settings.server,
         drain=partial(reporter.drain_and_stop, lambda: context.drain(at_once=is_unrecoverable())),
         tls=prepared.tls,
@@ -582,38 +590,43 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
             models.subscribe_models(lambda _name, status: memory.engine_changed(status))
         running.push_async_callback(memory.close)
         prepared.templates.start_spare()
-        was_clean = store is None or store.was_clean
-        await running.enter_async_context(_running(models, prepared.cluster, after_crash=not was_clean))
+        await running.enter_async_context(
+            _running(models, prepared.cluster, after_crash=store is not None and not store.was_clean)
+        )
         await running.enter_async_context(monitor)
         on_listening()
-        await _listen(listener, prepared.sockets)
+        await _listen(listener, prepared.sockets, import_apis=partial(apis.load, app))
     if supervisor.load_failure is not None:
         raise supervisor.load_failure
     _log.info("stopped")
     return int(_ends_with(models, settings))
 
 
-async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
+async def _listen(
+    listener: Listener, sockets: list[socket.socket], *, import_apis: Callable[[], Awaitable[None]]
+) -> None:
     """Serve, with the objects that live as long as the daemon excluded from garbage collection.
 
     A full collection traverses every object that is not frozen: modules, message models and sessions. In an idle daemon
     that takes 40 to 70 ms, during which no stream gets a token, and closed connections trigger it every few seconds.
     """
     tasks = TaskGroup("listen")
-    tasks.spawn(_freeze(), name="freeze")
+    tasks.spawn(_complete_start(import_apis), name="complete-start")
     try:
         await listener.serve(sockets)
     finally:
         await tasks.cancel()
 
 
-async def _freeze() -> None:
-    """Build the message models and freeze all objects, not before the engine has its options.
+async def _complete_start(import_apis: Callable[[], Awaitable[None]]) -> None:
+    """Import the HTTP APIs, build the message models and freeze all objects, not before the engine has its options.
 
-    A small model is loaded within a tenth of a second, so a turn may run meanwhile: models are built one by one, and
-    nothing is collected beforehand, which would take 50 ms for the 1,300 objects of garbage that imports leave.
+    A small model is loaded within a tenth of a second, so a turn may run meanwhile: the import is in a thread, models
+    are built one by one, and nothing is collected beforehand, which would take 50 ms for the 1,300 objects of garbage
+    that imports leave.
     """
-    await asyncio.sleep(_FREEZE_AFTER_S)
+    await asyncio.sleep(_COMPLETE_AFTER_S)
+    await import_apis()
     for _ in build_messages(Request, Event, Value):
         await asyncio.sleep(0)
     gc.freeze()
@@ -688,38 +701,6 @@ def _allow_many_sockets() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-@contextlib.contextmanager
-def _exclusive_state_dir(state_dir: Path) -> Iterator[None]:
-    """Create the state directory, readable by its owner only, and lock it for this daemon.
-
-    Raises:
-        InferenceCenterError: ``storage_unavailable``.
-    """
-    path = state_dir / DAEMON_LOCK_NAME
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise InferenceCenterError(
-            ErrorCode.STORAGE_UNAVAILABLE,
-            f"{path} cannot be opened: {error.strerror}",
-            hint="The state directory must be writable; choose another with state_dir.",
-            field="state_dir",
-        ) from error
-    with ExitStack() as held:
-        held.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InferenceCenterError(
-                ErrorCode.STORAGE_UNAVAILABLE,
-                f"another daemon uses {state_dir}",
-                hint="Stop it, or give this one another state_dir.",
-                field="state_dir",
-            ) from None
-        yield
-
-
 def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-only but for what it works on
     settings: Settings,
     registry: Registry,
@@ -728,6 +709,7 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
     live_sessions: Callable[[], Collection[str]],
     pixels: Callable[[str], Awaitable[bytes | None]] | None = None,
     cluster: EngineCluster | None = None,
+    first_engine: FirstEngine | None = None,
 ) -> ModelManager:
     """Return the models, none of them loaded yet, and delete the parked KV of models that no longer exist.
 
@@ -738,6 +720,7 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         live_sessions: Returns the sessions whose KV a new engine keeps.
         pixels: Returns the pixels of an image by its digest.
         cluster: Engines on other machines.
+        first_engine: The engine that was launched ahead.
     """
     remove_stale_caches(settings.kv, settings.state_dir, registry.models.values())
     suspicion_file = PoisonTurnStore(settings.state_dir / _SUSPECTS_FILE)
@@ -746,7 +729,7 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         window_s=settings.engine.client_crash_window_s,
         monotonic=time.monotonic,
     )
-    calibration = VramCalibration(settings.state_dir / PLAN_FILE)
+    calibration = VramCalibration(settings.state_dir / PLAN_FILE) if first_engine is None else first_engine.calibration
 
     first: ModelEngine | None = None
 
@@ -766,15 +749,14 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         admit: Callable[[Supervisor], Awaitable[bool]],
         ends_with_it: Callable[[Supervisor], bool],
     ) -> Replica:
-        launcher: EngineLauncher = LocalLauncher(settings.state_dir / f"engine-{replica_key(spec, index)}.lock")
-        planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
-        host: HostConnection | None = None
-        if node != LOCAL_NODE:
-            assert cluster is not None, "the registry refuses nodes without a cluster"
-            launcher = host = cluster.launcher(spec, index, node)
-            planner = RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
+        host = _host(cluster, spec, index, node)
+        launcher: EngineLauncher = host or LocalLauncher(engine_lock_path(settings.state_dir, spec, replica=index))
+        kind = Planner if host is None else RemotePlanner
+        planner = kind(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
-        if first is None:
+        if first is None and first_engine is not None:
+            launcher, planner, options = first_engine.launcher, first_engine.planner, first_engine.options
+        elif first is None:
             # A wrong GPU setting is to end the daemon, so the first model is planned now; others when they are loaded.
             options = planner.first(options)
         meter = StepMeter(metrics.engines, metrics.nodes, model=spec.name, node=node)
@@ -838,6 +820,14 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
     )
     first = models.engine(registry.default)
     return models
+
+
+def _host(cluster: EngineCluster | None, spec: ModelSpec, replica: int, node: str) -> RemoteLauncher | None:
+    """Return the connection to the host of a replica on another machine."""
+    if node == LOCAL_NODE:
+        return None
+    assert cluster is not None, "the registry refuses nodes without a cluster"
+    return cluster.launcher(spec, replica, node)
 
 
 @contextlib.asynccontextmanager

@@ -46,7 +46,9 @@ _PACKAGES: Final = ("inferencecenter", "benchmarks", "tests", "http")
 _PRELOADED: Final = (
     "inferencecenter.cli.app",
     "inferencecenter.cli.serve",
+    "inferencecenter.first_engine",
     "inferencecenter.daemon",
+    "inferencecenter.api.operations",
     "inferencecenter.engine.__main__",
     "inferencecenter.engine.grammar_sandbox",
     "inferencecenter.sessions.prompt.template_worker",

@@ -1,54 +1,57 @@
-"""The ASGI application: the table of HTTP operations and the routes."""
+"""The ASGI application of a port: routes of sockets, of the web page and of status, and of the HTTP APIs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import asyncio
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Match, NoMatchFound, Route, WebSocketRoute
 
-from inferencecenter.api import endpoint, ollama, openapi, plain, responses
-from inferencecenter.api.anthropic import messages
-from inferencecenter.api.errors import OWN_ERRORS
-from inferencecenter.api.ollama.errors import OLLAMA_ERRORS
-from inferencecenter.api.openai import chat, completions, embeddings, fim, infill, llama_server, models
 from inferencecenter.api.websocket.connection import UnknownSocketPath, WebSocketEndpoint
 from inferencecenter.server.status_pages import StatusPages
 from inferencecenter.server.web import WebPage, read_web_files
 
 if TYPE_CHECKING:
-    from starlette.routing import BaseRoute
+    from starlette.datastructures import URLPath
+    from starlette.types import Receive, Scope, Send
 
     from inferencecenter.server.context import ServerContext
 
-OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (
-    *models.OPERATIONS,
-    *chat.OPERATIONS,
-    *completions.OPERATIONS,
-    *infill.OPERATIONS,
-    *fim.OPERATIONS,
-    *embeddings.OPERATIONS,
-    *responses.OPERATIONS,
-    *llama_server.OPERATIONS,
-    *messages.OPERATIONS,
-    *ollama.OPERATIONS,
-    *plain.OPERATIONS,
-    openapi.operation(lambda: OPERATIONS),
-)
-"""All HTTP operations; routes and the OpenAPI document derive from it."""
-
-FIELD_TABLES: Final = tuple(dict.fromkeys(row.fields for row in OPERATIONS if row.fields and row.body))
-"""The tables of the fields of bodies, one for each foreign dialect."""
+_OPERATIONS: Final = "inferencecenter.api.operations"
 
 
-def api_routes(context: ServerContext) -> list[BaseRoute]:
-    """Return the routes of all HTTP operations, of the Responses socket, and of other paths beside them."""
-    base = context.settings.base_path
-    others = [
-        endpoint.NotFoundRoute(f"{base}/api/", errors=OLLAMA_ERRORS),
-        endpoint.NotFoundRoute(f"{base}/shares/", errors=OWN_ERRORS),
-    ]
-    return [*endpoint.routes(context, OPERATIONS), *responses.socket_routes(context), *others]
+class DeferredRoutes(BaseRoute):
+    """The routes of the HTTP APIs, which are imported once the daemon listens.
+
+    Until then it stands for them in the application, and matches all that no other route does. Such requests wait, and
+    are routed again when ``load`` has put the routes in its place.
+    """
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._loaded = asyncio.Event()
+
+    async def load(self, app: Starlette) -> None:
+        """Import the APIs in a thread, and replace this route in the application."""
+        operations = await asyncio.to_thread(import_module, _OPERATIONS)
+        place = app.routes.index(self)
+        app.routes[place : place + 1] = operations.api_routes(self._context)
+        self._loaded.set()
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Match any request."""
+        return (Match.FULL if scope["type"] in {"http", "websocket"} else Match.NONE), {}
+
+    def url_path_for(self, name: str, /, **_: Any) -> URLPath:
+        """Match nothing."""
+        raise NoMatchFound(name, {})
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the routes, and route the request by them."""
+        await self._loaded.wait()
+        await scope["router"](scope, receive, send)
 
 
 SOCKET_PATHS: Final = ("/", "/ws", "/api/inference", "/api/inference/")

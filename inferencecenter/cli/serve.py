@@ -74,13 +74,18 @@ def serve(  # noqa: PLR0913 - one argument an option
     logs.apply(settings.log)
     if settings.engine.backend == "llama":
         import_ahead()
-    from inferencecenter import daemon  # noqa: PLC0415 - the other commands start faster without the server's imports
+    from inferencecenter.first_engine import launched_ahead  # noqa: PLC0415 - not for the help
+    from inferencecenter.server.control import exclusive_state_dir  # noqa: PLC0415
 
-    status = daemon.serve(
-        settings,
-        announce=lambda announcement: announce(announcement, settings),
-        reload_settings=lambda: load_settings(config, overrides),
-    )
+    with exclusive_state_dir(settings.state_dir), launched_ahead(settings) as first_engine:
+        from inferencecenter import daemon  # noqa: PLC0415 - imported while the engine loads, see first_engine.py
+
+        status = daemon.serve(
+            settings,
+            announce=lambda announcement: announce(announcement, settings),
+            reload_settings=lambda: load_settings(config, overrides),
+            first_engine=first_engine,
+        )
     raise typer.Exit(status)
 
 

@@ -153,9 +153,16 @@ def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -
     from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
     from inferencecenter.engine.llama.embedder import LlamaEmbedder  # noqa: PLC0415
 
+    sent = None
+
     def progressed(fraction: float) -> None:
+        # For each percent, not each tensor: an engine that was launched ahead would fill its socket.
+        nonlocal sent
         heartbeat.tick()
-        pipe.send(Loading(fraction, offloads()))
+        percent, is_offloading = int(fraction * 100), offloads()
+        if (percent, is_offloading) != sent:
+            sent = percent, is_offloading
+            pipe.send(Loading(fraction, is_offloading))
 
     if options.kind == "chat":
         return LlamaBackend.load(options, on_progress=progressed, on_log=logged)

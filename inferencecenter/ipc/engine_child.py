@@ -24,6 +24,7 @@ MODULE: Final = "inferencecenter.engine"
 _MAX_DESCRIPTORS: Final = 8
 _DESCRIPTORS: Final = b"\0"
 _IMPORT: Final = b"\1"
+_SEND_BUFFER_BYTES: Final = 4 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
 # How often llama.cpp's threads poll a barrier before they sleep (docs/decisions/0005-spinning-threads.md).
 _SPIN_COUNT: Final = "5000"
@@ -40,6 +41,8 @@ class EngineChild:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
+        # An engine that is launched ahead sends some hundred messages before they are read; the kernel limits the size.
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         with theirs:
             try:
                 self.process = subprocess.Popen(  # noqa: S603 - its own interpreter and module
@@ -81,6 +84,11 @@ def prespawned() -> Iterator[None]:
     finally:
         while _prespawned:
             _prespawned.pop().discard()
+
+
+def is_prespawned() -> bool:
+    """Return whether the next ``take`` returns an interpreter that was spawned before."""
+    return bool(_prespawned)
 
 
 def import_ahead() -> None:

@@ -64,6 +64,38 @@ _REPORT: Final = TypeAdapter(ReloadReport)
 
 
 @contextlib.contextmanager
+def exclusive_state_dir(state_dir: Path) -> Iterator[None]:
+    """Create the state directory, readable by its owner only, and lock it for this daemon.
+
+    Raises:
+        InferenceCenterError: ``storage_unavailable``.
+    """
+    path = state_dir / DAEMON_LOCK_NAME
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE,
+            f"{path} cannot be opened: {error.strerror}",
+            hint="The state directory must be writable; choose another with state_dir.",
+            field="state_dir",
+        ) from error
+    with contextlib.ExitStack() as held:
+        held.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InferenceCenterError(
+                ErrorCode.STORAGE_UNAVAILABLE,
+                f"another daemon uses {state_dir}",
+                hint="Stop it, or give this one another state_dir.",
+                field="state_dir",
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
 def try_lock_state_dir(state_dir: Path) -> Iterator[bool]:
     """Lock ``state_dir`` so that no daemon starts on it; ``False`` if a daemon holds the lock.
 

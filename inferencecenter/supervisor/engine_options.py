@@ -59,6 +59,11 @@ def replica_key(spec: ModelSpec, replica: int) -> str:
     return cache_key(spec) if replica == 0 else f"{cache_key(spec)}-{replica}"
 
 
+def engine_lock_path(state_dir: Path, spec: ModelSpec, *, replica: int = 0) -> Path:
+    """Return the file that an engine of a model's replica locks as long as it lives."""
+    return state_dir / f"engine-{replica_key(spec, replica)}.lock"
+
+
 def remove_stale_caches(settings: KvSettings, state_dir: Path, specs: Iterable[ModelSpec]) -> None:
     """Delete the caches of models and replicas that no longer exist or whose KV would differ now."""
     known = {replica_key(spec, replica) for spec in specs for replica in range(spec.replicas)}

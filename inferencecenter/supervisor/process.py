@@ -18,7 +18,7 @@ import structlog
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.channel import Channel
-from inferencecenter.ipc.framing import from_engine_decoder
+from inferencecenter.ipc.framing import encode, from_engine_decoder
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, Suspend
 
@@ -68,7 +68,7 @@ async def engine_lock(path: Path, *, wait_s: float = WAIT_S) -> AsyncIterator[in
         EngineLockError: The engine that holds the lock is still there after ``wait_s``.
         OSError: The file cannot be opened.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = _open_lock(path)
     try:
         while not _lock(fd):
             await _holder_gone(_holder(fd), wait_s=wait_s)
@@ -81,6 +81,10 @@ def record_holder(fd: int, pid: int) -> None:
     """Write into the lock file which process holds it."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(pid).encode(), 0)
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _lock(fd: int) -> bool:
@@ -231,6 +235,59 @@ class Engine(ABC):
             await self.gone()
 
 
+class StartedChild:
+    """An engine's process that has its options; what it sends waits in its socket for ``EngineProcess.attach``.
+
+    Make it in the main thread: the kernel kills the engine when the *thread* that started it ends.
+
+    Args:
+        options: Sent as the first frame, with this process as the parent.
+        keep_open: File descriptors of which the engine gets copies, to be open as long as it lives.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+
+    def __init__(self, options: EngineOptions, *, keep_open: Sequence[int] = ()) -> None:
+        assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
+        self.options = options
+        self.heartbeat = Heartbeat.create()
+        with ExitStack() as undone:
+            undone.callback(self.heartbeat.close)
+            self.child = engine_child.take()
+            undone.pop_all()
+        configure = Configure(options.replace(parent_pid=os.getpid()).model_dump_json().encode())
+        with suppress(ConnectionError):  # it has died; the channel reports that
+            engine_child.send_descriptors(self.child.socket, (self.heartbeat.fd, *keep_open))
+            self.child.socket.sendall(encode(configure))
+
+    def discard(self) -> None:
+        """End a process that is not attached."""
+        self.child.discard()
+        self.heartbeat.close()
+
+
+class _HeldMessages:
+    """Holds back messages until ``release``: of an engine that was launched ahead they wait in its socket already."""
+
+    def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
+        self._on_message = on_message
+        self._held: list[FromEngine] | None = []
+
+    def take(self, message: FromEngine) -> None:
+        """Hold or pass on a message."""
+        if self._held is None:
+            self._on_message(message)
+        else:
+            self._held.append(message)
+
+    def release(self) -> None:
+        """Pass on what was held, and from now on each message at once."""
+        held, self._held = self._held or [], None
+        for message in held:
+            self._on_message(message)
+
+
 class EngineProcess(Engine):
     """A running ``python -m inferencecenter.engine``, its channel and its heartbeat; made by ``spawn``."""
 
@@ -273,37 +330,42 @@ class EngineProcess(Engine):
         on_drain: Callable[[], None] = lambda: None,
         keep_open: Sequence[int] = (),
     ) -> EngineProcess:
-        """Start an engine.
-
-        Call it from the main thread: the kernel kills the engine when the *thread* that started it ends.
-
-        Args:
-            options: Sent as the first frame, with this process as the parent and a new heartbeat.
-            on_message: Called on the event loop with each message of the engine.
-            on_drain: Called on the event loop when the channel has room again.
-            keep_open: File descriptors of which the engine gets copies, to be open as long as it lives.
+        """Start an engine; see ``StartedChild`` and ``attach``.
 
         Raises:
             OSError: The process cannot be started.
         """
-        assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
+        return await cls.attach(StartedChild(options, keep_open=keep_open), on_message=on_message, on_drain=on_drain)
+
+    @classmethod
+    async def attach(
+        cls,
+        started: StartedChild,
+        *,
+        on_message: Callable[[FromEngine], None],
+        on_drain: Callable[[], None] = lambda: None,
+    ) -> EngineProcess:
+        """Read from and write to an engine's process; await it in the coroutine that uses the result.
+
+        Args:
+            started: The process.
+            on_message: Called on the event loop with each message of the engine, not before this has returned.
+            on_drain: Called on the event loop when the channel has room again.
+        """
+        held = _HeldMessages(on_message)
 
         def open_channel() -> Channel[ToEngine, FromEngine]:
-            return Channel(from_engine_decoder(), on_message, on_drain=on_drain)
+            return Channel(from_engine_decoder(), held.take, on_drain=on_drain)
 
+        child = started.child
         with ExitStack() as undone:
-            heartbeat = Heartbeat.create()
-            undone.callback(heartbeat.close)
-            child = engine_child.take()
-            undone.callback(child.discard)
-            with suppress(BrokenPipeError):  # it has died; the channel reports that
-                engine_child.send_descriptors(child.socket, (heartbeat.fd, *keep_open))
+            undone.callback(started.discard)
             pipe, output = await _read_pipe(child.process)
             undone.callback(pipe.close)
             _, channel = await asyncio.get_running_loop().create_unix_connection(open_channel, sock=child.socket)
             undone.pop_all()
-        channel.send(Configure(options.replace(parent_pid=os.getpid()).model_dump_json().encode()))
-        return cls(child.process, output, channel, heartbeat)
+        asyncio.get_running_loop().call_soon(held.release)
+        return cls(child.process, output, channel, started.heartbeat)
 
     def close(self) -> None:
         self._channel.close()
@@ -413,6 +475,30 @@ class LocalLauncher:
 
     def __init__(self, lock_path: Path | None = None) -> None:
         self._lock_path = lock_path
+        self._ahead: StartedChild | None = None
+
+    def launch_ahead(self, options: EngineOptions) -> None:
+        """Start the first engine before the event loop runs; ``launch`` attaches it if it is to have these options.
+
+        Nothing is started while the engine of a dead daemon holds the lock.
+
+        Raises:
+            OSError: The engine cannot be started.
+        """
+        assert self._lock_path is not None, "a daemon's engines have a lock"
+        fd = _open_lock(self._lock_path)
+        try:
+            if _lock(fd):
+                self._ahead = StartedChild(options.replace(kv_adopt="durable"), keep_open=(fd,))
+                record_holder(fd, self._ahead.child.process.pid)
+        finally:
+            os.close(fd)
+
+    def discard_ahead(self) -> None:
+        """End the engine of ``launch_ahead`` if it was not attached."""
+        if self._ahead is not None:
+            self._ahead.discard()
+            self._ahead = None
 
     async def launch(
         self,
@@ -424,6 +510,10 @@ class LocalLauncher:
     ) -> EngineProcess:
         """Start an engine; see ``EngineLauncher``."""
         options = options.replace(kv_adopt="durable" if is_first else "all")
+        if self._ahead is not None and self._ahead.options == options:
+            started, self._ahead = self._ahead, None
+            return await EngineProcess.attach(started, on_message=on_message, on_drain=on_drain)
+        self.discard_ahead()
         if self._lock_path is None:
             return await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain)
         async with engine_lock(self._lock_path) as fd:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.api.app import OPERATIONS
+from inferencecenter.api.operations import OPERATIONS
 from tests.api.http_client import post, request
 
 if TYPE_CHECKING:

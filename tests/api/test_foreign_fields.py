@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from inferencecenter.api.app import FIELD_TABLES
 from inferencecenter.api.foreign_fields import UNKNOWN, FieldReport
 from inferencecenter.api.openai.chat_schemas import CHAT_FIELDS
+from inferencecenter.api.operations import FIELD_TABLES
 from inferencecenter.protocol.params import parse_params
 from tests.api.http_client import post, request
 from tests.api.responses.helpers import create_response, frames_of, receive, send, socket

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import structlog
 
-from inferencecenter.api.app import OPERATIONS
+from inferencecenter.api.operations import OPERATIONS
 from tests.api.http_client import exchange, parse_response, post, request, tick
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from pydantic import BaseModel
 
 from inferencecenter.api import openapi
-from inferencecenter.api.app import OPERATIONS
 from inferencecenter.api.body import RequestModel
 from inferencecenter.api.endpoint import Call, Operation
 from inferencecenter.api.errors import CODES
 from inferencecenter.api.openapi import document
+from inferencecenter.api.operations import OPERATIONS
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from tests.api.http_client import request
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inferencecenter.api.app import OPERATIONS
 from inferencecenter.api.body import parse
 from inferencecenter.api.endpoint import Operation
 from inferencecenter.api.openapi import document
+from inferencecenter.api.operations import OPERATIONS
 from inferencecenter.core.errors import InferenceCenterError
 from tests.e2e.harness import Daemon, run_daemon
 

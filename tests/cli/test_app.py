@@ -65,6 +65,7 @@ LOG = ("structlog", "opentelemetry")
 SERVER = ("uvicorn", "starlette", "prometheus_client", "uvloop", "inferencecenter.daemon", "inferencecenter.api")
 MESSAGES = ("inferencecenter.protocol.events", "inferencecenter.protocol.codec", "inferencecenter.protocol.params")
 CONNECTION = ("websockets", "http.client")
+HTTP_APIS = ("operations", "openai", "anthropic", "ollama", "responses", "openapi")
 
 
 HELP_OF_EACH = """
@@ -112,6 +113,8 @@ def test_command_imports_only_its_dependencies(command: str, modules_of_commands
     ("process", "unneeded"),
     [
         ("inferencecenter.daemon", ("jinja2", "llama_cpp", "numpy", "llguidance", "huggingface_hub", "httpx2")),
+        ("inferencecenter.daemon", tuple(f"inferencecenter.api.{name}" for name in HTTP_APIS)),
+        ("inferencecenter.first_engine", (*SERVER, *MESSAGES[:2], "sqlite3", "inferencecenter.sessions")),
         ("inferencecenter.engine.llama.backend", ("jinja2", "llama_cpp.llama", "uvicorn", "sqlite3", "structlog")),
     ],
 )
@@ -120,6 +123,25 @@ def test_process_imports_only_its_dependencies(process: str, unneeded: tuple[str
     code = f"import sys, {process}\nprint([name for name in {unneeded!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+def test_import_of_the_daemon_builds_no_message_model() -> None:
+    """They are built while the engine loads."""
+    code = """
+import inferencecenter.daemon
+from inferencecenter.protocol.base import Event, Request
+from inferencecenter.protocol.values import Value
+
+def models(base):
+    for each in base.__subclasses__():
+        yield each
+        yield from models(each)
+
+found = [*models(Request), *models(Event), *models(Value)]
+print(len(found) > 100, [each.__name__ for each in found if each.__pydantic_complete__])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "True []\n"
 
 
 def test_daemon_starts_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +168,17 @@ async def test_listening_daemon_collects_garbage(monkeypatch: pytest.MonkeyPatch
             assert not sockets
             await frozen.wait()
 
+    imported = asyncio.Event()
+
+    async def import_apis() -> None:
+        imported.set()
+
     monkeypatch.setattr(gc, "freeze", frozen.set)
     gc.disable()
     try:
-        await daemon._listen(Listening(), [])
+        await daemon._listen(Listening(), [], import_apis=import_apis)
         assert gc.isenabled()
+        assert imported.is_set()
     finally:
         gc.enable()
 

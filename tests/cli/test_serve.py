@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.config.settings import Settings
+    from inferencecenter.first_engine import FirstEngine
     from tests.cli.conftest import Cli
 
 TOKEN = "ic_0123_4567"
@@ -44,8 +45,14 @@ def stub_daemon(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
     def serve(
-        settings: Settings, *, announce: Callable[[Announcement], None], reload_settings: Callable[[], Settings]
+        settings: Settings,
+        *,
+        announce: Callable[[Announcement], None],
+        reload_settings: Callable[[], Settings],
+        first_engine: FirstEngine | None,
     ) -> int:
+        assert first_engine is not None
+        assert first_engine.spec.engine.backend == settings.engine.backend
         assert reload_settings() == settings
         seen.append(settings)
         first = len(seen) == 1
@@ -73,6 +80,7 @@ def test_options_override_settings(cli: Cli, stub_daemon: list[Settings], tmp_pa
 def test_script_is_an_option_of_its_backend(cli: Cli, stub_daemon: list[Settings], tmp_path: Path) -> None:
     """The backend needs its file, and the file its backend."""
     rules = tmp_path / "rules.toml"
+    rules.write_text('[[rules]]\nreply = { text = "Hello." }\n')
     assert cli.run("serve", "--backend", "script", "--script", str(rules)).code == 0
     assert stub_daemon[0].engine.script == rules
     assert "needs script, a file of rules" in cli.run("serve", "--backend", "script").err

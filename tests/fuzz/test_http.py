@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.api.app import OPERATIONS
 from inferencecenter.api.endpoint import BODY_ERRORS, COMMON_ERRORS, Operation
+from inferencecenter.api.operations import OPERATIONS
 from inferencecenter.core.errors import ERRORS, ErrorCode
 from tests.fuzz.budget import examples
 from tests.fuzz.json_document import changed

@@ -18,7 +18,8 @@ from websockets.asyncio import client
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
-from inferencecenter.api.app import api_routes, create_app
+from inferencecenter.api.app import create_app
+from inferencecenter.api.operations import api_routes
 from inferencecenter.auth.account import Account, NewToken, StaticClient
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.clients_file import load_clients

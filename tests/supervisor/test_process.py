@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
+import termios
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,7 +15,7 @@ from structlog.testing import capture_logs
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Configure, FromEngine, Ready
 from inferencecenter.supervisor import process as process_module
-from inferencecenter.supervisor.process import EngineExit, EngineProcess
+from inferencecenter.supervisor.process import EngineExit, EngineProcess, LocalLauncher
 
 OPTIONS = EngineOptions(backend="echo", parent_pid=0)
 
@@ -55,3 +58,66 @@ async def test_process_ends_when_its_pipe_closes(monkeypatch: pytest.MonkeyPatch
         await ready.wait()
         process.close()
         assert await process.gone() == EngineExit("the engine ended with status 0")
+
+
+def _ahead_pid(lock: Path) -> int:
+    """Return the engine that holds a lock."""
+    return int(lock.read_text())
+
+
+async def _launch(launcher: LocalLauncher, options: EngineOptions) -> tuple[int, list[FromEngine]]:
+    """Launch an engine, end it when it is ready, and return its pid and the messages that came before."""
+    messages: list[FromEngine] = []
+    ready = asyncio.Event()
+    has_returned = False
+
+    def take(message: FromEngine) -> None:
+        assert has_returned, "a message came before the launch returned"
+        messages.append(message)
+        if isinstance(message, Ready):
+            ready.set()
+
+    process = await launcher.launch(options, is_first=True, on_message=take, on_drain=lambda: None)
+    has_returned = True
+    async with asyncio.timeout(60):
+        await ready.wait()
+        await process.end(suspend_deadline_s=None)
+    return process.pid, messages
+
+
+async def test_engine_launched_ahead_is_used(tmp_path: Path) -> None:
+    """Its messages wait, even ``Ready``, and come in order once the launch has returned."""
+    lock = tmp_path / "engine.lock"
+    launcher = LocalLauncher(lock)
+    launcher.launch_ahead(OPTIONS)
+    ahead = launcher._ahead
+    assert ahead is not None
+    async with asyncio.timeout(60):
+        waiting = bytearray(4)
+        while int.from_bytes(waiting, "little") < 40:  # more than the first message
+            await asyncio.sleep(0.01)
+            fcntl.ioctl(ahead.child.socket, termios.FIONREAD, waiting)
+    pid, messages = await _launch(launcher, OPTIONS)
+    assert pid == ahead.child.process.pid == _ahead_pid(lock)
+    assert [type(each).__name__ for each in messages][:: len(messages) - 1] == ["Loading", "Ready"]
+
+
+async def test_engine_launched_ahead_with_other_options_is_replaced(tmp_path: Path) -> None:
+    """It is ended first, and the lock is free for the other."""
+    lock = tmp_path / "engine.lock"
+    launcher = LocalLauncher(lock)
+    launcher.launch_ahead(OPTIONS)
+    first = _ahead_pid(lock)
+    pid, _ = await _launch(launcher, OPTIONS.replace(slots=3))
+    assert pid == _ahead_pid(lock) != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_nothing_is_launched_ahead_while_an_engine_holds_the_lock(tmp_path: Path) -> None:
+    """The engine of a dead daemon is awaited on the event loop."""
+    launcher, other = LocalLauncher(tmp_path / "engine.lock"), LocalLauncher(tmp_path / "engine.lock")
+    launcher.launch_ahead(OPTIONS)
+    other.launch_ahead(OPTIONS)
+    assert other._ahead is None
+    launcher.discard_ahead()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.api.app import FIELD_TABLES
+from inferencecenter.api.operations import FIELD_TABLES
 from tools.reference import markdown
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from inferencecenter.api import openapi
-from inferencecenter.api.app import OPERATIONS
+from inferencecenter.api.operations import OPERATIONS
 
 
 def document() -> str:

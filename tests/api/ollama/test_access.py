@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trustme
 
-from inferencecenter.api.app import api_routes, create_app
+from inferencecenter.api.app import create_app
+from inferencecenter.api.operations import api_routes
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.listener import OLLAMA_ADDRESS, Listener, bind, bind_ollama
 from tests.api.http_client import exchange, post, request
