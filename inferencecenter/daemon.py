@@ -69,7 +69,7 @@ from inferencecenter.supervisor.engine_options import (
 )
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
-from inferencecenter.supervisor.planning import Planner, RemotePlanner, ReplicaShare
+from inferencecenter.supervisor.planning import Planner, RemotePlanner, ReplicaShare, RpcPlanner
 from inferencecenter.supervisor.poison_turns import CrashLimit, PoisonTurnStore
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S, LocalLauncher
 from inferencecenter.supervisor.replica_placement import ReplicaRates
@@ -749,10 +749,9 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         admit: Callable[[Supervisor], Awaitable[bool]],
         ends_with_it: Callable[[Supervisor], bool],
     ) -> Replica:
-        host = _host(cluster, spec, index, node)
-        launcher: EngineLauncher = host or LocalLauncher(engine_lock_path(settings.state_dir, spec, replica=index))
-        kind = Planner if host is None else RemotePlanner
-        planner = kind(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share)
+        launcher, planner, host = _on_machine(
+            settings, spec, index, node, cluster=cluster, calibration=calibration, share=share
+        )
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
         if first is None and first_engine is not None:
             launcher, planner, options = first_engine.launcher, first_engine.planner, first_engine.options
@@ -822,12 +821,26 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
     return models
 
 
-def _host(cluster: EngineCluster | None, spec: ModelSpec, replica: int, node: str) -> RemoteLauncher | None:
-    """Return the connection to the host of a replica on another machine."""
-    if node == LOCAL_NODE:
-        return None
+def _on_machine(  # noqa: PLR0913 - keyword-only but for what it works on
+    settings: Settings,
+    spec: ModelSpec,
+    index: int,
+    node: str,
+    *,
+    cluster: EngineCluster | None,
+    calibration: VramCalibration,
+    share: ReplicaShare | None,
+) -> tuple[EngineLauncher, Planner, RemoteLauncher | None]:
+    """Return what starts and what plans the engines of a replica, and its connection if it is on another machine."""
+    local = LocalLauncher(engine_lock_path(settings.state_dir, spec, replica=index))
+    if node == LOCAL_NODE and not spec.rpc_nodes:
+        return local, Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share), None
     assert cluster is not None, "the registry refuses nodes without a cluster"
-    return cluster.launcher(spec, replica, node)
+    if spec.rpc_nodes:
+        planner = RpcPlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
+        return cluster.rpc_launcher(spec, planner, local), planner, None
+    remote = cluster.launcher(spec, index, node)
+    return remote, RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration), remote
 
 
 @contextlib.asynccontextmanager

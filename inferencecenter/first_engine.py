@@ -61,7 +61,7 @@ def launched_ahead(settings: Settings) -> Iterator[FirstEngine | None]:
 def _launch(settings: Settings) -> FirstEngine | None:
     registry = read_registry(settings)
     spec = registry.get(registry.default)
-    if spec.is_on_nodes:
+    if spec.is_on_nodes or spec.rpc_nodes:
         return None
     calibration = VramCalibration(settings.state_dir / PLAN_FILE)
     planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)

@@ -146,6 +146,9 @@ def placement(settings: Settings) -> list[Check]:
         if not devices:
             return []
         spec = default_model(settings)
+        if spec.rpc_nodes:
+            detail = f"each start is planned with the devices of {', '.join(spec.rpc_nodes)}"
+            return [Check("plan", CheckResult.OK, detail, "`inferencecenter doctor --plan MODEL` asks these nodes.")]
         shape = read_shape(spec.path, spec.lora, spec.draft, spec.mmproj)
         devices, host = first_share(spec, settings.gpu, devices, read_host())
         placement_plan = plan(shape, devices, host, constraints_of(spec.engine, settings.gpu, shape, spec.kind))

@@ -9,10 +9,13 @@ import importlib.metadata
 import importlib.util
 import ipaddress
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import structlog
 
 from inferencecenter import __version__
 from inferencecenter.cli.checks import Check, CheckResult
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.cluster.ray_cluster import FileVerdict, NodeFacts, NodeState, ProbeReply
     from inferencecenter.config.settings import Settings
+    from inferencecenter.hardware.placement import Device
     from inferencecenter.models.registry import ModelSpec
 
 PACKAGES: Final = ("ray", "cryptography")
@@ -50,6 +54,26 @@ class ClusterReport:
     anonymous: ProbeReply
     facts: tuple[NodeFacts, ...] = ()
     problem: str = ""
+
+
+def devices_of_nodes(settings: Settings, spec: ModelSpec) -> tuple[Device, ...]:
+    """Return the devices that a model may use on other machines, by RPC servers that are started for that.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` if a package is missing; ``engine_unavailable`` for a node without a
+            server.
+    """
+    if (missing := packages()) is not None:
+        raise InferenceCenterError(ErrorCode.INVALID_CONFIG, missing.detail, hint=missing.hint, field="cluster.address")
+    from inferencecenter.cluster.engine_cluster import EngineCluster  # noqa: PLC0415 - needs them
+
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    # A running daemon has the configured port.
+    cluster = EngineCluster(settings.cluster.model_copy(update={"rpc_port": 0}), settings.state_dir)
+    devices, without = asyncio.run(cluster.rpc_devices(spec))
+    if without:
+        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "; ".join(without))
+    return devices
 
 
 def front_checks(settings: Settings) -> list[Check]:

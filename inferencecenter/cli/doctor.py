@@ -13,14 +13,14 @@ from rich.text import Text
 
 from inferencecenter.cli import checks
 from inferencecenter.cli.checks import Check, CheckResult, proxy, storage
-from inferencecenter.cli.cluster_checks import front_checks, node_checks
+from inferencecenter.cli.cluster_checks import devices_of_nodes, front_checks, node_checks
 from inferencecenter.cli.node import split_address
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.config.loader import load_settings, read_layers
 from inferencecenter.config.sections import expand
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
-from inferencecenter.hardware.devices import find_devices
+from inferencecenter.hardware.devices import find_devices, select_devices
 from inferencecenter.hardware.explain import mib
 from inferencecenter.hardware.memory import read_host
 from inferencecenter.hardware.placement import Device, margin_bytes
@@ -67,7 +67,13 @@ def show_plan(
     draft = spec.draft if spec else draft_file(settings.engine, models, of=model.name)
     shape = read_shape(model, spec.lora if spec else (), draft, spec.mmproj if spec else None)
     constraints = constraints_of(settings.engine, settings.gpu, shape, spec.kind if spec else kind_of_file(model))
-    devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices, settings.gpu.rpc_servers)
+    if vram_bytes:
+        devices = gpus_of(vram_bytes)
+    elif spec is not None and spec.rpc_nodes:
+        on_nodes = devices_of_nodes(settings, spec)
+        devices = select_devices((*find_devices((), settings.gpu.rpc_servers), *on_nodes), settings.gpu.devices)
+    else:
+        devices = find_devices(settings.gpu.devices, settings.gpu.rpc_servers)
     host = read_host()
     if ram_bytes is not None:
         host = replace(host, available_bytes=ram_bytes)

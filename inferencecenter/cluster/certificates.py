@@ -54,12 +54,11 @@ class ClusterCertificates:
 
     def server_context(self) -> ssl.SSLContext:
         """Return the context of the listener, which demands a certificate of its clients."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=self.authority)
-        _load_pair(context, *self._issue(FRONT_NAME, ExtendedKeyUsageOID.SERVER_AUTH))
-        return context
+        return server_context(self.authority, *self.issue_server())
+
+    def issue_server(self) -> tuple[str, str]:
+        """Return PEM of a new certificate of a listener and of its private key."""
+        return self._issue(FRONT_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
 
     def issue(self, name: str) -> tuple[str, str]:
         """Return PEM of a new client certificate and of its private key."""
@@ -82,6 +81,16 @@ class ClusterCertificates:
             .sign(self._key, hashes.SHA256())
         )
         return certificate.public_bytes(serialization.Encoding.PEM).decode(), _pem(key).decode()
+
+
+def server_context(authority: str, certificate: str, key: str) -> ssl.SSLContext:
+    """Return the context of a listener: it accepts only clients with a certificate of the authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authority)
+    _load_pair(context, certificate, key)
+    return context
 
 
 def client_context(ticket: LinkTicket) -> ssl.SSLContext:

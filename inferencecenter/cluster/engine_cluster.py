@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
 from inferencecenter.cluster.certificates import ClusterCertificates
 from inferencecenter.cluster.file_transfer import FileServer
-from inferencecenter.cluster.ray_cluster import RayCluster, RayStarter
+from inferencecenter.cluster.ray_cluster import ENGINE_HOST, RPC_HOST, RayCluster, RayStarter
+from inferencecenter.cluster.rpc_launcher import RpcLauncher, RpcNode, RpcTunnels, open_links
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.hardware.devices import node_devices
 from inferencecenter.hardware.placement import MIB
 from inferencecenter.supervisor.nodes import JoinedNode, NodeTable
 from inferencecenter.supervisor.process import NodeUnreachableError
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.config.settings import ClusterSettings
+    from inferencecenter.hardware.placement import Device
     from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.supervisor.planning import RpcPlanner
+    from inferencecenter.supervisor.process import LocalLauncher
 
 LOST_AFTER_S: Final = 3.0
 """A machine whose host is silent for this time is lost."""
@@ -66,6 +72,7 @@ class EngineCluster:
             lost_after_s=LOST_AFTER_S,
             orphan_s=settings.orphan_s,
         )
+        self._tunnels = RpcTunnels(certificates, listen=self._listen, port=settings.rpc_port, lost_after_s=LOST_AFTER_S)
         self._ray = RayCluster(settings.address, token_file=settings.token_file)
         self._tasks = TaskGroup("cluster")
         self.nodes = NodeTable(state_dir / _DRAINED_FILE)
@@ -114,11 +121,32 @@ class EngineCluster:
         await self._tasks.cancel()
         self._files.close()
         await self._listener.close()
+        await self._tunnels.close()
         await self._ray.close()
 
     def launcher(self, spec: ModelSpec, index: int, node: str) -> RemoteLauncher:
         """Return what starts the engines of a replica."""
-        starter = RayStarter(self._ray, node)
+        starter = RayStarter(self._ray, node, module=ENGINE_HOST)
         # The machines of a model on all of them have other numbers after a restart.
         name = f"{spec.name}@{node}" if spec.on_all_nodes else f"{spec.name}/{index}"
         return RemoteLauncher(name, spec.engine, listener=self._listener, starter=starter, files=self._files)
+
+    def rpc_launcher(self, spec: ModelSpec, planner: RpcPlanner, local: LocalLauncher) -> RpcLauncher:
+        """Return what starts the engines of a model that uses devices of other machines."""
+        return RpcLauncher(spec.name, self._rpc_nodes(spec), tunnels=self._tunnels, planner=planner, local=local)
+
+    async def rpc_devices(self, spec: ModelSpec) -> tuple[tuple[Device, ...], list[str]]:
+        """Return the devices of a model's nodes as they are now, and which nodes have none and why.
+
+        It is for a process beside the daemon, and starts RPC servers of its own.
+        """
+        links, missing = await open_links(f"{spec.name}/{os.getpid()}", self._rpc_nodes(spec), self._tunnels)
+        try:
+            servers = {link.node: link.address.result() for link in links}
+            return await asyncio.to_thread(node_devices, servers), missing
+        finally:
+            await self._tunnels.close()
+            await self._ray.close()
+
+    def _rpc_nodes(self, spec: ModelSpec) -> tuple[RpcNode, ...]:
+        return tuple(RpcNode(node, RayStarter(self._ray, node, module=RPC_HOST)) for node in spec.rpc_nodes)

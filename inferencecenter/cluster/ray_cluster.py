@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.link import LinkTicket
 
 NAMESPACE: Final = "inferencecenter"
+ENGINE_HOST: Final = "inferencecenter.cluster.engine_host"
+RPC_HOST: Final = "inferencecenter.cluster.rpc_host"
 REQUEST_TIMEOUT_S: Final = 90.0
 PROBE_TIMEOUT_S: Final = 20.0
 DRIVER: Final = "inferencecenter.cluster.ray_driver"
@@ -89,6 +91,7 @@ class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
     op: Literal["start", "nodes", "examine"]
     engine: str = ""
     node: str = ""
+    module: str = ""
     ticket: str = ""
     files: tuple[ModelFile, ...] = ()
     listener: tuple[str, int] | None = None
@@ -145,14 +148,14 @@ class RayCluster:
         """
         return (await self._request(RayRequest(op="examine", files=files, listener=listener))).facts
 
-    async def start_host(self, node: str, ticket: LinkTicket) -> None:
-        """Start a host on a machine, in place of an earlier one of the same engine.
+    async def start_host(self, node: str, ticket: LinkTicket, *, module: str) -> None:
+        """Start a host, which is this ``module``, on a machine, in place of an earlier one of the same engine.
 
         Raises:
             NodeUnreachableError: The cluster cannot be reached, the machine has not joined, or nothing starts there.
         """
         text = msgspec.json.encode(msgspec.structs.replace(ticket, node=node)).decode()
-        await self._request(RayRequest(op="start", engine=ticket.engine, node=node, ticket=text))
+        await self._request(RayRequest(op="start", engine=ticket.engine, node=node, module=module, ticket=text))
 
     async def close(self) -> None:
         """End the child; hosts keep running."""
@@ -239,13 +242,14 @@ async def probe_head(address: str, *, token_file: Path | None, authenticates: bo
 
 
 class RayStarter:
-    """Starts the hosts of one engine on one machine; implements ``supervisor.remote.HostStarter``."""
+    """Starts hosts on one machine; implements ``supervisor.remote.HostStarter``."""
 
-    def __init__(self, cluster: RayCluster, node: str) -> None:
+    def __init__(self, cluster: RayCluster, node: str, *, module: str) -> None:
         self._cluster = cluster
         self._node = node
+        self._module = module
 
     async def start(self, ticket: LinkTicket) -> None:
         """Start a host; see ``HostStarter``."""
-        await self._cluster.start_host(self._node, ticket)
+        await self._cluster.start_host(self._node, ticket, module=self._module)
         _log.info("host_started", engine=ticket.engine, node=self._node)

@@ -35,11 +35,11 @@ _UNWANTED = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 class HostActor:
     """The Ray actor beside a host: starts it on its machine, and ends with it, as it does with the actor."""
 
-    def start(self, ticket: bytes) -> int:
-        """Start the host with a ticket as JSON; return its process id."""
+    def start(self, module: str, ticket: bytes) -> int:
+        """Start the host, a module, with a ticket as JSON; return its process id."""
         environment = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
-        host = subprocess.Popen(
-            [sys.executable, "-m", "inferencecenter.cluster.engine_host"], stdin=subprocess.PIPE, env=environment
+        host = subprocess.Popen(  # noqa: S603 - this Python, and a module of this package
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, env=environment
         )
         assert host.stdin is not None, "it was started with a pipe"
         host.stdin.write(ticket + b"\n")
@@ -168,7 +168,7 @@ def _start(request: RayRequest) -> None:
         )
         .remote()
     )
-    ray.get(actor.start.remote(request.ticket.encode()), timeout=_START_TIMEOUT_S)
+    ray.get(actor.start.remote(request.module, request.ticket.encode()), timeout=_START_TIMEOUT_S)
 
 
 def main() -> int:

@@ -504,6 +504,13 @@ class ModelEntry(Section):
         description="Machines of the cluster that run a replica each, by the names with which they joined; `local` is "
         "this one. Excludes a number of `replicas`.",
     )
+    rpc_nodes: tuple[NodeName, ...] = Field(
+        (),
+        max_length=16,
+        description="Machines of the cluster whose devices take what this machine's GPUs cannot hold, for a model that "
+        "is larger than one machine: RPC servers of llama.cpp are started there. Needs llama.cpp built with RPC, and "
+        "excludes `replicas` and other `nodes`.",
+    )
     slots: int | None = Field(None, ge=0, le=256, description="Overrides `engine.slots`, for each replica.")
     n_ctx: int | None = Field(None, ge=0, le=2**24, description="Overrides `engine.n_ctx`.")
     n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="Overrides `engine.n_gpu_layers`.")
@@ -570,6 +577,13 @@ class ClusterSettings(Section):
         le=100_000,
         description="MiB of model files a second that are sent to all nodes together; 0 is no limit. Set it below what "
         "the network can carry, so that tokens are not delayed.",
+    )
+    rpc_port: int = Field(
+        6383,
+        ge=0,
+        le=65535,
+        description="Port on the same address for hosts of RPC servers, also by TLS; opened for the first engine of a "
+        "model with `rpc_nodes`. 0 picks a free one.",
     )
     orphan_s: float = Field(
         60.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -11,7 +12,7 @@ from inferencecenter.hardware import ggml, nvml
 from inferencecenter.hardware.placement import Device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from inferencecenter.hardware.nvml import GpuReading
 
@@ -52,6 +53,22 @@ def _remote(servers: Sequence[str]) -> Iterator[Device]:
         if not found:
             _log.warning("rpc_server_unavailable", server=server)
         yield from found
+
+
+def node_devices(servers: Mapping[str, str]) -> tuple[Device, ...]:
+    """Return the devices of RPC servers on nodes, by the address at which each node's is reached. Blocks.
+
+    They are named by the node, as ``RPC0[box2]``, and llama.cpp's name is an alias: it changes with the address.
+    """
+    found: list[Device] = []
+    for node, address in servers.items():
+        devices = ggml.probe_server(address)
+        if not devices:
+            _log.warning("rpc_server_unavailable", server=node)
+        for number, device in enumerate(devices):
+            name = f"RPC{number}[{node}]"
+            found.append(replace(device, id=name, name=name, aliases=(device.id,)))
+    return tuple(found)
 
 
 def from_reading(reading: GpuReading) -> Device:

@@ -1,20 +1,21 @@
-"""The asyncio end of a connection that carries frames: of a socket pair to an engine, or of a link to its host."""
+"""The asyncio end of a connection that carries frames: a socket pair to an engine, a link to its host, or a tunnel."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
+import msgspec
+
 from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FramingError, encode
-from inferencecenter.ipc.link import FromHost, ToHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.ipc.framing import Decoder
 
-Sent = TypeVar("Sent", bound=FromHost | ToHost)
-Received = TypeVar("Received", bound=FromHost | ToHost)
+Sent = TypeVar("Sent", bound=msgspec.Struct)
+Received = TypeVar("Received", bound=msgspec.Struct)
 
 MAX_UNREAD_BYTES: Final = 3 * MAX_FRAME_BYTES
 """Most bytes that may wait for an engine that does not read; beyond that it counts as lost."""

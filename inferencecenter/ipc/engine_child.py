@@ -51,7 +51,7 @@ class EngineChild:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
-                    env=_environment(os.environ),
+                    env=engine_environment(os.environ),
                 )
             except OSError:
                 self.socket.close()
@@ -64,8 +64,8 @@ class EngineChild:
         self.process.communicate()
 
 
-def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return an engine's environment. An operator who decides how OpenMP's threads wait is obeyed."""
+def engine_environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that computes; how OpenMP's threads wait is the operator's if it is set."""
     if "GOMP_SPINCOUNT" in ours or "OMP_WAIT_POLICY" in ours:
         return dict(ours)
     return {**ours, "GOMP_SPINCOUNT": _SPIN_COUNT}

@@ -16,8 +16,6 @@ from inferencecenter.ipc.messages import FromEngine, ToEngine
 if TYPE_CHECKING:
     import socket
 
-    from inferencecenter.ipc.link import FromHost, ToHost
-
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
@@ -31,7 +29,7 @@ class FramingError(Exception):
     """The peer sent something that is not a frame; nothing after it can be decoded."""
 
 
-def encode(message: ToHost | FromHost) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Return ``message`` as one frame.
 
     Raises:

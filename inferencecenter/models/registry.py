@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from inferencecenter.config.sections import EngineSettings, expand
 from inferencecenter.config.settings import MODEL_NAME, bundled_model, bundled_projector
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
+from inferencecenter.hardware import ggml
 from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
 from inferencecenter.hardware.model_shape import ENCODERS
 from inferencecenter.models.files import gguf_paths
@@ -66,6 +67,7 @@ class ModelSpec:
         n_embd: Width of the vectors in its file; ``None`` where that does not state it.
         nodes: The machine of each of its engines.
         on_all_nodes: Whether it has further engines, on all machines that join the cluster.
+        rpc_nodes: Other machines whose devices its one engine uses.
     """
 
     name: str
@@ -81,6 +83,7 @@ class ModelSpec:
     n_embd: int | None = None
     nodes: tuple[str, ...] = (LOCAL_NODE,)
     on_all_nodes: bool = False
+    rpc_nodes: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -346,18 +349,13 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
             hint="Its settings override [engine]; keep_alive_s overrides sleep_after_s.",
         ) from None
     path = entry.path or scanned.get(name, settings.models_dir / f"{name}.gguf")
-    if settings.cluster.address is None and any(node != LOCAL_NODE for node in entry.nodes):
-        raise _invalid(
-            f"models.{name}: it has nodes, but this daemon is in no cluster",
-            field=f"models.{name}.nodes",
-            hint="Set cluster.address.",
-        )
     if settings.cluster.address is None and entry.replicas == "all":
         raise _invalid(
             f"models.{name}: it has replicas on all machines, but this daemon is in no cluster",
             field=f"models.{name}.replicas",
             hint="Set cluster.address, or a number of replicas.",
         )
+    _check_nodes(name, entry, engine, settings)
     on_all_nodes = entry.replicas == "all" and not entry.nodes
     spec = ModelSpec(
         name=name,
@@ -367,8 +365,40 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
         lora=entry.lora,
         nodes=entry.nodes or (LOCAL_NODE,) * (1 if entry.replicas == "all" else entry.replicas),
         on_all_nodes=on_all_nodes,
+        rpc_nodes=entry.rpc_nodes,
     )
     return _with_chosen_projector(spec, entry.mmproj)
+
+
+def _check_nodes(name: str, entry: ModelEntry, engine: EngineSettings, settings: Settings) -> None:
+    for setting, others in (("nodes", set(entry.nodes) - {LOCAL_NODE}), ("rpc_nodes", set(entry.rpc_nodes))):
+        if others and settings.cluster.address is None:
+            raise _invalid(
+                f"models.{name}: it has {setting}, but this daemon is in no cluster",
+                field=f"models.{name}.{setting}",
+                hint="Set cluster.address.",
+            )
+    if not entry.rpc_nodes:
+        return
+    field = f"models.{name}.rpc_nodes"
+    if entry.replicas != 1 or entry.nodes not in ((), (LOCAL_NODE,)):
+        raise _invalid(
+            f"models.{name}: rpc_nodes excludes replicas and nodes",
+            field=field,
+            hint="One engine, on this machine, uses the devices of the others.",
+        )
+    if LOCAL_NODE in entry.rpc_nodes or len(set(entry.rpc_nodes)) != len(entry.rpc_nodes):
+        raise _invalid(
+            f"models.{name}: rpc_nodes names a machine twice, or this one",
+            field=field,
+            hint="Name each other machine once; the GPUs of this one are always used.",
+        )
+    if engine.backend != "llama" or not ggml.reaches_servers():
+        raise _invalid(
+            f"models.{name}: it has rpc_nodes, but llama.cpp was built without RPC, or is not the backend",
+            field=field,
+            hint="Build it with CMAKE_ARGS=-DGGML_RPC=ON, here and on the nodes.",
+        )
 
 
 def _aliases(settings: Settings, models: Collection[str], *, default: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
 from inferencecenter.hardware import nvml
-from inferencecenter.hardware.devices import find_devices
+from inferencecenter.hardware.devices import find_devices, node_devices, select_devices
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.memory import read_host
 from inferencecenter.hardware.model_shape import describe, describe_projector, with_adapters
@@ -236,15 +236,7 @@ class Planner:
         Raises:
             InferenceCenterError: ``invalid_config`` for a configured GPU that does not exist.
         """
-        if not self._knows_model(options):
-            return options
-        try:
-            return self._planned(options)
-        except InferenceCenterError as error:
-            if error.code is ErrorCode.INVALID_CONFIG:
-                raise
-            _log.warning("plan_impossible", reason=error.message)
-            return options
+        return self._completed(options)
 
     def again(self, options: EngineOptions) -> EngineOptions:
         """Return the options of a further engine; fewer layers than were planned before are a limit from now on.
@@ -252,9 +244,9 @@ class Planner:
         Raises:
             InferenceCenterError: ``invalid_config`` for a configured GPU that does not exist.
         """
-        if self._planned_layers is not None and options.n_gpu_layers < self._planned_layers:
+        if self._planned_layers is not None and 0 <= options.n_gpu_layers < self._planned_layers:
             self._constraints = replace(self._constraints, most_gpu_layers=options.n_gpu_layers)
-        return self.first(options)
+        return self._completed(options)
 
     def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
         """Return whether the model gets as much memory beside the loaded ones as it would alone. Blocks.
@@ -340,6 +332,17 @@ class Planner:
                 _log.warning("plan_impossible", reason=error.message)
                 self._unknown = True
         return self._model is not None
+
+    def _completed(self, options: EngineOptions) -> EngineOptions:
+        if not self._knows_model(options):
+            return options
+        try:
+            return self._planned(options)
+        except InferenceCenterError as error:
+            if error.code is ErrorCode.INVALID_CONFIG:
+                raise
+            _log.warning("plan_impossible", reason=error.message)
+            return options
 
     def _planned(self, options: EngineOptions) -> EngineOptions:
         with foreign_input(partial(_unplannable, options)):
@@ -531,6 +534,49 @@ def with_measured_usage(plan: EnginePlan, used_bytes: Mapping[str, int]) -> Engi
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+class RpcPlanner(Planner):
+    """Plans an engine that also uses devices of nodes, at each launch: then it is known which there are."""
+
+    _on_nodes: tuple[Device, ...] = ()
+
+    def first(self, options: EngineOptions) -> EngineOptions:
+        return options
+
+    def again(self, options: EngineOptions) -> EngineOptions:
+        return options
+
+    def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
+        """See ``Planner``; before the first launch the devices of the nodes are unknown, and nothing is evicted."""
+        return not self._on_nodes or super().fits_beside(others, options)
+
+    def at_launch(self, options: EngineOptions, servers: Mapping[str, str]) -> EngineOptions:
+        """Return the options of an engine that reaches the RPC servers of nodes at these addresses. Blocks.
+
+        Raises:
+            InferenceCenterError: ``invalid_config`` for a configured GPU that does not exist.
+        """
+        self._on_nodes = node_devices(servers)
+        options = super().again(options)
+        # To the engine a device is what llama.cpp calls it, which is another name at each launch.
+        names = {device.id: device.aliases[0] for device in self._on_nodes}
+        return options.replace(
+            devices=tuple(names.get(device, device) for device in options.devices),
+            draft_device=names.get(options.draft_device, options.draft_device),
+            mmproj_device=names.get(options.mmproj_device, options.mmproj_device),
+        )
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether this machine has the memory for what the last plan leaves to it."""
+        host = self._report.host if self._report else None
+        if host is None or host.available_bytes is None:
+            return True
+        return host.weight_bytes + host.kv_bytes + host.compute_bytes <= host.available_bytes
+
+    def _found(self) -> tuple[Device, ...]:
+        return select_devices((*self._find_devices((), self._gpu.rpc_servers), *self._on_nodes), self._gpu.devices)
 
 
 class RemotePlanner(Planner):

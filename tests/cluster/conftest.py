@@ -1,5 +1,5 @@
-"""Cleanup of engines that a test leaves running."""
+"""The stub engine, and cleanup of engines that a test leaves running."""
 
-from tests.supervisor.conftest import stopped
+from tests.supervisor.conftest import stopped, stub
 
-__all__ = ["stopped"]
+__all__ = ["stopped", "stub"]

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import ggml, nvml
-from inferencecenter.hardware.devices import find_devices, from_reading, select_devices
+from inferencecenter.hardware.devices import find_devices, from_reading, node_devices, select_devices
 from inferencecenter.hardware.nvml import GpuReading, Gpus
 from inferencecenter.hardware.placement import Device
 
@@ -109,6 +109,17 @@ def test_devices_of_servers_follow_those_of_the_machine(
     assert [device.id for device in found] == ["Vulkan0", "RPC0[b:1]"]
     assert [(line["event"], line["server"]) for line in logs] == [("rpc_server_unavailable", "a:1")]
     assert find_devices(["RPC0[b:1]"], ["b:1"]) == servers["b:1"]
+
+
+def test_devices_of_nodes_are_named_by_them(servers: dict[str, tuple[Device, ...]]) -> None:
+    """The name that llama.cpp has for a device is an alias."""
+    servers["127.0.0.1:7"] = tuple(replace(VULKAN, id=f"RPC{each}[127.0.0.1:7]", remote=True) for each in range(2))
+    with capture_logs() as logs:
+        found = node_devices({"box2": "127.0.0.1:7", "box3": "127.0.0.1:8"})
+    assert [(device.id, device.name, device.aliases) for device in found] == [
+        (f"RPC{each}[box2]", f"RPC{each}[box2]", (f"RPC{each}[127.0.0.1:7]",)) for each in range(2)
+    ]
+    assert [line["server"] for line in logs] == ["box3"]
 
 
 def test_servers_need_a_build_with_rpc(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

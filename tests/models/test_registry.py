@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from inferencecenter.config.sections import LoraSettings
 from inferencecenter.config.settings import Settings, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.hardware import ggml
 from inferencecenter.models.registry import DAEMON_SETTINGS, DEMO, Registry, default_model, files_in, read_registry
 from tests.engine.llama.lora_files import write_adapter
 
@@ -637,3 +638,42 @@ def test_replicas_on_all_nodes(folder: Path) -> None:
     with pytest.raises(InferenceCenterError) as refusal:
         _read(folder, models={"everywhere": entries["everywhere"]})
     assert refusal.value.field == "models.everywhere.replicas"
+
+
+# Nodes.
+
+
+@pytest.mark.parametrize("field", ["nodes", "rpc_nodes"])
+def test_nodes_need_a_cluster(folder: Path, field: str) -> None:
+    """Their names are those of its machines."""
+    refusal = _refused(folder, models={"a": {"path": str(folder / "a.gguf"), field: ["box2"]}})
+    assert refusal.field == f"models.a.{field}"
+
+
+def test_devices_of_nodes_need_a_build_with_rpc(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's own llama.cpp reaches them."""
+    tables = {"models": {"a": {"path": str(folder / "a.gguf"), "rpc_nodes": ["box2"]}}, "cluster": {"address": "h:1"}}
+    monkeypatch.setattr(ggml, "reaches_servers", lambda: False)
+    assert "without RPC" in _refused(folder, **tables).message
+    monkeypatch.setattr(ggml, "reaches_servers", lambda: True)
+    assert _read(folder, **tables).models["a"].rpc_nodes == ("box2",)
+    assert "backend" in _refused(folder, engine={"backend": "echo"}, **tables).message
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"replicas": 2},
+        {"nodes": ["local", "box2"]},
+        {"nodes": ["box2"]},
+        {"rpc_nodes": ["local"]},
+        {"rpc_nodes": ["box3", "box3"]},
+    ],
+)
+def test_devices_of_nodes_are_those_of_one_engine_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, Any]
+) -> None:
+    """An engine on another machine would reach them by way of the daemon's."""
+    monkeypatch.setattr(ggml, "reaches_servers", lambda: True)
+    entry = {"path": str(folder / "a.gguf"), "rpc_nodes": ["box3"]} | others
+    assert _refused(folder, models={"a": entry}, cluster={"address": "h:1"}).field == "models.a.rpc_nodes"

@@ -23,14 +23,15 @@ from inferencecenter.hardware.vram_calibration import VramCalibration
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import BufferUse
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.supervisor import planning
 from inferencecenter.supervisor.engine_status import with_fewer_layers
-from inferencecenter.supervisor.planning import Planner, ReplicaShare, read_shape
+from inferencecenter.supervisor.planning import Planner, ReplicaShare, RpcPlanner, read_shape
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.engine.llama.tiny_projectors import write_projector
 from tests.supervisor.stub_engine import MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 GIB = 1024 * MIB
 CARD = Device(id="0000:01:00.0", name="GTX 1060", free_bytes=3 * GIB, total_bytes=3 * GIB, index=0)
@@ -254,6 +255,85 @@ def test_each_start_queries_the_servers(tmp_path: Path, options: EngineOptions) 
     planner.compare(MODEL, pid=7)
     planner.again(options)
     assert machine.asked == [("a:1",), (), ("a:1",)]
+
+
+def rpc_planner(machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch, **gpu: Any) -> RpcPlanner:
+    """Return a planner whose nodes have a device of 8 GiB each."""
+
+    def node_devices(servers: Mapping[str, str]) -> tuple[Device, ...]:
+        return tuple(
+            Device(
+                id=f"RPC0[{node}]",
+                name=f"RPC0[{node}]",
+                free_bytes=8 * GIB,
+                total_bytes=8 * GIB,
+                aliases=(f"RPC0[{address}]",),
+                remote=True,
+            )
+            for node, address in servers.items()
+        )
+
+    monkeypatch.setattr(planning, "node_devices", node_devices)
+    return RpcPlanner(
+        engine=EngineSettings(),
+        gpu=GpuSettings(**gpu),
+        calibration=VramCalibration(folder / "plan.json"),
+        devices=machine.find,
+        host=lambda: Host(available_bytes=machine.available_bytes, cores=4),
+    )
+
+
+def test_devices_of_nodes_are_planned_at_each_launch(
+    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan names them by their node, and the engine gets llama.cpp's names, which change with the address."""
+    planner = rpc_planner(Machine(), tmp_path, monkeypatch)
+    assert planner.first(options) == planner.again(options) == options
+    assert planner.fits_beside([], options)
+    for port in (1, 2):
+        planned = planner.at_launch(options, {"box2": f"127.0.0.1:{port}"})
+        assert planned.devices == (CARD.id, f"RPC0[127.0.0.1:{port}]")
+        assert planned.n_gpu_layers == 29
+        assert planner.report is not None
+        assert [device.id for device in planner.report.devices] == [CARD.id, "RPC0[box2]"]
+    assert planner.fits_beside([], options)
+    without = planner.at_launch(options, {})
+    assert without.devices == (CARD.id,)
+    assert without.n_gpu_layers < 29
+
+
+def test_plan_without_nodes_must_fit_this_machine(
+    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its engine would page its weights in and out."""
+    machine = Machine(devices=())
+    planner = rpc_planner(machine, tmp_path, monkeypatch)
+    planner.at_launch(options, {})
+    assert planner.fits_host
+    machine.available_bytes = GIB
+    planner.at_launch(options, {})
+    assert not planner.fits_host
+    planner.at_launch(options, {"box2": "127.0.0.1:1"})
+    assert planner.fits_host
+
+
+def test_fewer_layers_after_a_failed_load_on_nodes(
+    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that name no number are no limit, and halved ones are."""
+    planner = rpc_planner(Machine(), tmp_path, monkeypatch)
+    servers = {"box2": "127.0.0.1:1"}
+    for _ in range(2):
+        assert planner.at_launch(options, servers).n_gpu_layers == 29
+    assert planner.at_launch(options.replace(n_gpu_layers=14), servers).n_gpu_layers == 14
+
+
+def test_configured_device_of_a_node(tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name that the plan has; without its node there is no such device."""
+    planner = rpc_planner(Machine(), tmp_path, monkeypatch, devices=("RPC0[box2]",))
+    assert planner.at_launch(options, {"box2": "127.0.0.1:1"}).devices == ("RPC0[127.0.0.1:1]",)
+    with pytest.raises(InferenceCenterError, match=r"There is no GPU RPC0\[box2\]"):
+        planner.at_launch(options, {})
 
 
 def test_missing_configured_gpu_prevents_the_start(

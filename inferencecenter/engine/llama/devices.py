@@ -18,7 +18,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.ggml import GgmlDevice, library_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from inferencecenter.ipc.engine_options import EngineOptions
 
@@ -28,6 +28,7 @@ _CONNECT_TIMEOUT_S: Final = 5.0
 
 # enum ggml_backend_dev_type: a GPU with memory of its own, and one that shares the host's.
 _GPU_TYPES: Final = (1, 2)
+_CPU_TYPE: Final = 0
 
 
 # The library that llama.cpp itself is linked with. ``llama_cpp._ggml`` may have loaded a second copy of it with a
@@ -110,6 +111,22 @@ def server_devices(server: str) -> list[tuple[int, GgmlDevice]]:
         (pointer, msgspec.structs.replace(device, name=f"RPC{number}[{server}]"))
         for number, (pointer, device) in enumerate(found)
     ]
+
+
+def served_devices() -> list[int]:
+    """Return llama.cpp's pointers to the devices that this machine offers to others: its GPUs, or its processor."""
+    return [pointer for pointer, device in devices() if device.is_gpu] or [_device_by_type(_CPU_TYPE)]
+
+
+def serve(address: str, pointers: Sequence[int], *, n_threads: int) -> None:
+    """Serve devices by RPC until the process ends; return if llama.cpp lacks RPC or cannot listen at the address."""
+    if not (rpc := _backend_by_name(b"RPC")):
+        return
+    signature = ctypes.CFUNCTYPE(
+        None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p
+    )
+    start_server = signature(_function(rpc, b"ggml_backend_rpc_start_server"))
+    start_server(address.encode(), None, n_threads, len(pointers), (ctypes.c_void_p * len(pointers))(*pointers))
 
 
 @cache
