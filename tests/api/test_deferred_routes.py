@@ -10,7 +10,6 @@ from starlette.routing import Route, Router
 
 from inferencecenter.api import operations
 from inferencecenter.api.app import DeferredRoutes
-from inferencecenter.core.tasks import TaskGroup
 
 if TYPE_CHECKING:
     import pytest
@@ -45,8 +44,8 @@ async def test_early_requests_wait_for_the_routes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(operations, "api_routes", lambda _: [Route("/v1/models", _answer)])
     deferred = DeferredRoutes(cast("ServerContext", None))
     router = Router([Route("/healthz", _answer), deferred, Route("/last", _answer)])
-    tasks = TaskGroup("requests")
-    early = [tasks.spawn(_get(router, path), name=path) for path in ("/v1/models", "/last", "/nowhere")]
+    loop = asyncio.get_running_loop()
+    early = [loop.create_task(_get(router, path)) for path in ("/v1/models", "/last", "/nowhere")]
     assert await _get(router, "/healthz") == (200, b"/healthz")
     assert not any(each.done() for each in early)
     await deferred.load(cast("Starlette", router))

@@ -224,7 +224,7 @@ async def test_ticket_names_the_node(listener: HostListener, monkeypatch: pytest
         return RayReply()
 
     monkeypatch.setattr(RayCluster, "_request", request)
-    await RayStarter(RayCluster("127.0.0.1:1"), "box2").start(listener.ticket("m/0"))
+    await RayStarter(RayCluster("127.0.0.1:1"), "box2", module="host").start(listener.ticket("m/0"))
     (asked,) = sent
     ticket = msgspec.json.decode(asked.ticket, type=LinkTicket)
     assert (asked.node, ticket.node, ticket.engine) == ("box2", "box2", "m/0")
