@@ -43,5 +43,5 @@ def test_pictures_are_named_and_recalled(model: SeeingModel, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NAMED, RECALLED])
 def test_projector_meets_its_release_criteria(model: SeeingModel, kind: str) -> None:
-    """On 300 pictures; the model card has the shares that were measured on 500, of 95 %."""
+    """On 300 pictures; the model card has the shares that were measured on 1,000."""
     assert score(model, kind, 300).share >= LEAST_SHARE

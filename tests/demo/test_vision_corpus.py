@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tools.demo_model.vision_corpus import PICTURE_MARK, conversation, question_alone
+from tools.demo_model.vision_corpus import PICTURE_MARK, conversation, question_alone, several_pictures
 from tools.demo_model.vision_evaluate import KINDS, cases
 from tools.demo_model.world import Draw
 
@@ -29,3 +29,13 @@ def test_conversation_answers_with_the_sentence() -> None:
         answers = [message.content for message in conversation(draw, ["A red circle.", "A blue 7."])]
         assert answers.count("A red circle.") + answers.count("A blue 7.") == 2
         assert "A red circle." in answers
+
+
+def test_each_of_several_pictures_is_named_in_turn() -> None:
+    """Its sentence follows its mark, with other turns between or not."""
+    draw = Draw(Random(1))
+    sentences = ["A red circle.", "A blue 7.", "A green star."]
+    for _ in range(50):
+        messages = several_pictures(draw, sentences)
+        shown = [number for number, message in enumerate(messages) if PICTURE_MARK in message.content]
+        assert [messages[number + 1].content for number in shown] == sentences

@@ -81,6 +81,19 @@ def conversation_with_recalls(draw: Draw, sentences: Sequence[str]) -> tuple[Mes
     return (*_system(draw), *(message for each in exchanges for message in each.messages))
 
 
+def several_pictures(draw: Draw, sentences: Sequence[str]) -> tuple[Message, ...]:
+    """Returns messages that show one picture after the other, in some draws with other turns between."""
+    exchanges: list[Exchange] = []
+    for sentence in sentences:
+        exchanges += [*small_turns(draw, draw.pick((0, 0, 1))), shown(draw, sentence)]
+    return (*_system(draw), *(message for each in exchanges for message in each.messages))
+
+
+def recalls_or_pictures(draw: Draw, sentences: Sequence[str]) -> tuple[Message, ...]:
+    """Returns several pictures in half of the draws, and else one, which is asked for once or several times."""
+    return draw.pick((question_alone, conversation_with_recalls, several_pictures, several_pictures))(draw, sentences)
+
+
 def question_or_recalls(draw: Draw, sentences: Sequence[str]) -> tuple[Message, ...]:
     """Returns a question alone in a third of the draws, and else a conversation, half of these with several recalls."""
     return draw.pick((question_alone, conversation, conversation_with_recalls))(draw, sentences)

@@ -62,10 +62,14 @@ def _named_in_third_turn(draws: Draw, picture: Picture) -> Case:
     return (*earlier, _user(PICTURE_MARK + FIRST_QUESTION)), (picture,), picture.sentence
 
 
-def _second_picture(draws: Draw, picture: Picture) -> Case:
-    earlier = draw([SEED, draws.number(0, 10**6), 2])
-    asked = _user(PICTURE_MARK + FIRST_QUESTION)
-    return (asked, Message("assistant", earlier.sentence), asked), (earlier, picture), picture.sentence
+def _named_after(n_pictures: int) -> Callable[[Draw, Picture], Case]:
+    def made(draws: Draw, picture: Picture) -> Case:
+        earlier = [draw([SEED, draws.number(0, 10**6), 2]) for _ in range(n_pictures)]
+        asked = _user(PICTURE_MARK + FIRST_QUESTION)
+        turns = [message for each in earlier for message in (asked, Message("assistant", each.sentence))]
+        return (*turns, asked), (*earlier, picture), picture.sentence
+
+    return made
 
 
 def _recalled(draws: Draw, picture: Picture) -> Case:
@@ -85,7 +89,8 @@ KINDS: Final[dict[str, Callable[[Draw, Picture], Case]]] = {
     "named, picture last": _named_before_picture,
     "named, any wording": _named_in_any_wording,
     "named in the third turn": _named_in_third_turn,
-    "named, second picture": _second_picture,
+    "named, second picture": _named_after(1),
+    "named, third picture": _named_after(2),
     RECALLED: _recalled,
     "small talk after a picture": _small_turn_after_picture,
 }

@@ -12,9 +12,9 @@ The language model stays as it ships. Six things are learned, one after the othe
    rows, after which the language model says neither.
 6. The fourth again, with the fifth beside it, in conversations that ask for a picture several times.
 
-At last the third again with pictures varied like this, and the sixth. What is exported is the exponential moving
-average of the weights. The state is saved every minute; the same command continues from it. The batch and the random
-numbers of a step depend on the seed and the step alone.
+At last the third again with pictures varied like this, and the sixth, in the end with up to three pictures in a
+conversation. What is exported is the exponential moving average of the weights. The state is saved every minute; the
+same command continues from it. The batch and the random numbers of a step depend on the seed and the step alone.
 """
 
 import time
@@ -79,6 +79,7 @@ class VisionStage:
         batch: Conversations or pictures in a step.
         rate: The learning rate after its rise; it falls to a hundredth.
         maker: Makes the conversations, where the language model is asked.
+        pictures: How many pictures a conversation has at most.
     """
 
     goal: Literal["targets", "classes", "rows", "answers", "decisions", "recalls", "varied rows"]
@@ -86,6 +87,7 @@ class VisionStage:
     batch: int
     rate: float
     maker: Maker = vision_corpus.question_alone
+    pictures: int = 2
 
 
 STAGES = (
@@ -100,6 +102,8 @@ STAGES = (
     VisionStage("recalls", 300, 12, 3e-4, vision_corpus.question_or_recalls),
     VisionStage("varied rows", 2500, 64, 6e-4),
     VisionStage("recalls", 120, 12, 3e-4, vision_corpus.question_or_recalls),
+    VisionStage("recalls", 90, 10, 3e-4, vision_corpus.recalls_or_pictures, pictures=3),
+    VisionStage("recalls", 420, 10, 5e-4, vision_corpus.recalls_or_pictures, pictures=3),
 )
 TOTAL_STEPS = sum(stage.steps for stage in STAGES)
 
@@ -382,7 +386,7 @@ def loss_at(step: int, learner: VisionLearner, pictures: Pictures, encoder: Visi
     if stage.goal == "varied rows":
         numbers = [number() for _ in range(stage.batch)]
         return learner.loss_of_rows(varied(pictures.batch(numbers)), pictures.classes(numbers))
-    pairs = [[number() for _ in range(2)] for _ in range(stage.batch)]
+    pairs = [[number() for _ in range(stage.pictures)] for _ in range(stage.batch)]
     if stage.goal in ("targets", "answers", "recalls"):
         made = [(stage.maker(draws, [pictures.sentence(each) for each in pair]), pair) for pair in pairs]
         batch = encoder.batch(made)
