@@ -121,13 +121,14 @@ class RpcHost(TunnelEnd[FromRpcHost, ToRpcHost]):
             OSError: The daemon cannot be reached, or is not the one that issued the ticket.
         """
         ticket = self._ticket
+        ended = None if self._server.port else await self._server.ended()
         host, port = ticket.address
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await asyncio.get_running_loop().create_connection(
                 lambda: self.channel, host, port, ssl=client_context(ticket), server_hostname=FRONT_NAME
             )
         self.channel.send(
-            TunnelHello(version=__version__, name=ticket.engine, key=ticket.key, node=socket.gethostname())
+            TunnelHello(version=__version__, name=ticket.engine, key=ticket.key, node=socket.gethostname(), ended=ended)
         )
         try:
             _log.info("rpc_tunnel_lost", name=ticket.engine, reason=await self.run())
@@ -143,7 +144,8 @@ class RpcHost(TunnelEnd[FromRpcHost, ToRpcHost]):
         match message:
             case TunnelWelcome():
                 self._is_welcome = True
-                self._tasks.spawn(self._report_end(), name="report-end")
+                if self._server.port:
+                    self._tasks.spawn(self._report_end(), name="report-end")
             case TunnelRefused(reason=reason):
                 self.channel.give_up(reason)
             case StreamOpened(stream=number):

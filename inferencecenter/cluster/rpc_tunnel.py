@@ -141,6 +141,9 @@ class _HostTunnel(TunnelEnd[ToRpcHost, FromRpcHost]):
                 self.hello = message
                 self.lost_after_s = self._accepted_lost_after_s
                 self._decoder.max_frame_bytes = MAX_TUNNEL_FRAME_BYTES
+                if message.ended is not None:
+                    self.ended = message.ended
+                    self.channel.close()
             case RpcServerEnded():
                 self.ended = message
                 self.channel.close()
@@ -237,7 +240,8 @@ class RpcTunnelProcess:
             return TunnelRefused("another host has taken its place, or its ticket was used")
         del self._expected[hello.name]
         self._accepted[hello.name] = tunnel
-        self._tasks.spawn(self._listen(tunnel, hello.name), name="listen")
+        if hello.ended is None:
+            self._tasks.spawn(self._listen(tunnel, hello.name), name="listen")
         return TunnelWelcome()
 
     async def _listen(self, tunnel: _HostTunnel, name: str) -> None:

@@ -39,20 +39,21 @@ class TunnelBeat(msgspec.Struct, frozen=True, tag=True):
 # --- host to tunnel
 
 
-class TunnelHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message; ``key`` is the ticket's and valid once."""
-
-    version: str
-    name: str
-    key: str
-    node: str
-
-
 class RpcServerEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The server's process has ended, and the host ends too; ``from_outside`` if another process killed it."""
 
     detail: str
     from_outside: bool = False
+
+
+class TunnelHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first message; ``key`` is the ticket's and valid once. A server has ``ended`` if it never listened."""
+
+    version: str
+    name: str
+    key: str
+    node: str
+    ended: RpcServerEnded | None = None
 
 
 # --- tunnel to host
