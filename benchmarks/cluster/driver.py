@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.cluster.nodes import NODES_VARIABLE, PID_FILE
 from inferencecenter.cluster.node import DIRECTORY_VARIABLE
-from inferencecenter.cluster.ray_cluster import NodeState, RayReply, RayRequest
+from inferencecenter.cluster.ray_cluster import RayNode, RayReply, RayRequest
 
 MODULE: Final = "benchmarks.cluster.driver"
 HOST: Final = "inferencecenter.cluster.engine_host"
@@ -46,7 +46,7 @@ def main() -> int:
                 last.kill()
                 last.wait()
             hosts[request.engine] = start_host(request.ticket.encode(), nodes / request.node)
-        found = tuple(NodeState(name=each.name, address="127.0.0.1", alive=True) for each in nodes.iterdir())
+        found = tuple(RayNode(name=each.name, address="127.0.0.1", alive=True) for each in nodes.iterdir())
         sys.stdout.buffer.write(msgspec.json.encode(RayReply(nodes=found)) + b"\n")
         sys.stdout.buffer.flush()
     return 0

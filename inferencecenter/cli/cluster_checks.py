@@ -28,7 +28,7 @@ from inferencecenter.models.registry import LOCAL_NODE, read_registry
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from inferencecenter.cluster.ray_cluster import FileVerdict, NodeFacts, NodeState, ProbeReply
+    from inferencecenter.cluster.ray_cluster import FileVerdict, NodeFacts, ProbeReply, RayNode
     from inferencecenter.config.settings import Settings
     from inferencecenter.hardware.placement import Device
     from inferencecenter.models.registry import ModelSpec
@@ -334,7 +334,7 @@ def nodes(
     joined = {each.name for each in report.probe.nodes if each.alive}
     if not report.probe.error:
         for name in sorted(wanted.keys() - joined):
-            known: NodeState | None = next((each for each in report.probe.nodes if each.name == name), None)
+            known: RayNode | None = next((each for each in report.probe.nodes if each.name == name), None)
             detail = f"has left; it was at {known.address}" if known else "has not joined"
             models = ", ".join(each.name for each in wanted[name])
             hint = f"Start `inferencecenter node join` there, or take it out of `nodes` of {models}."

@@ -100,9 +100,9 @@ def list_nodes(*, config: ConfigOption = None, json: JsonOption = False) -> None
             ErrorCode.INVALID_CONFIG, "the daemon is in no cluster", field="cluster.address", hint="Set it."
         )
     _require_ray()
-    from inferencecenter.cluster.ray_cluster import NodeState, RayCluster  # noqa: PLC0415 - only for this command
+    from inferencecenter.cluster.ray_cluster import RayCluster, RayNode  # noqa: PLC0415 - only for this command
 
-    async def nodes() -> tuple[NodeState, ...]:
+    async def nodes() -> tuple[RayNode, ...]:
         cluster = RayCluster(address, token_file=settings.cluster.token_file)
         try:
             return await cluster.nodes()

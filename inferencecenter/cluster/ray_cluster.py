@@ -51,7 +51,7 @@ def ray_environment(token_file: Path | None) -> dict[str, str]:
     }
 
 
-class NodeState(msgspec.Struct, frozen=True):
+class RayNode(msgspec.Struct, frozen=True):
     """A machine that has joined."""
 
     name: str
@@ -100,7 +100,7 @@ class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
 class RayReply(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes, and what was found out about them, or why the request failed."""
 
-    nodes: tuple[NodeState, ...] = ()
+    nodes: tuple[RayNode, ...] = ()
     facts: tuple[NodeFacts, ...] = ()
     error: str = ""
 
@@ -111,7 +111,7 @@ class ProbeReply(msgspec.Struct, frozen=True, kw_only=True):
     With ``refused`` it refuses the token, or its absence.
     """
 
-    nodes: tuple[NodeState, ...] = ()
+    nodes: tuple[RayNode, ...] = ()
     refused: bool = False
     error: str = ""
 
@@ -130,7 +130,7 @@ class RayCluster:
         self._driver: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
-    async def nodes(self) -> tuple[NodeState, ...]:
+    async def nodes(self) -> tuple[RayNode, ...]:
         """Return the machines that have joined.
 
         Raises:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 import ray
 
-from inferencecenter.cluster.ray_cluster import NAMESPACE, NodeFacts, NodeState, RayReply, RayRequest, node_resource
+from inferencecenter.cluster.ray_cluster import NAMESPACE, NodeFacts, RayNode, RayReply, RayRequest, node_resource
 
 _START_TIMEOUT_S: Final = 60.0
 _GONE_TIMEOUT_S: Final = 10.0
@@ -120,11 +120,11 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
 
 
-def _nodes() -> tuple[NodeState, ...]:
+def _nodes() -> tuple[RayNode, ...]:
     prefix = node_resource("")
     own_id = ray.get_runtime_context().get_node_id()
     return tuple(
-        NodeState(
+        RayNode(
             name=resource.removeprefix(prefix),
             address=node["NodeManagerAddress"],
             alive=node["Alive"],

@@ -12,7 +12,7 @@ import msgspec
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
-from inferencecenter.cluster.ray_cluster import NodeState, ProbeReply, node_resource
+from inferencecenter.cluster.ray_cluster import ProbeReply, RayNode, node_resource
 
 _TIMEOUT_S: Final = 10
 _ALIVE: Final = 0
@@ -28,7 +28,7 @@ def _probe(address: str) -> ProbeReply:
         return ProbeReply(error=str(error))
     return ProbeReply(
         nodes=tuple(
-            NodeState(name=resource.removeprefix(prefix), address=node.node_manager_address, alive=node.state == _ALIVE)
+            RayNode(name=resource.removeprefix(prefix), address=node.node_manager_address, alive=node.state == _ALIVE)
             for node in found
             for resource in node.resources_total
             if resource.startswith(prefix)

@@ -28,7 +28,7 @@ from inferencecenter.cli.cluster_checks import (
 )
 from inferencecenter.cluster.certificates import ClusterCertificates
 from inferencecenter.cluster.node import Node
-from inferencecenter.cluster.ray_cluster import NodeFacts, NodeState, ProbeReply
+from inferencecenter.cluster.ray_cluster import NodeFacts, ProbeReply, RayNode
 from inferencecenter.config.settings import ClusterSettings, Settings
 from inferencecenter.ipc.link import ModelFile, file_digest
 from inferencecenter.models.registry import read_registry
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["quick"]
 BINDINGS = cluster_checks._bindings()
 GOOD = NodeFacts(name="box2", version=__version__, llama_cpp=BINDINGS, clock_offset_s=0.5, clock_error_s=0.01)
-JOINED = ProbeReply(nodes=(NodeState(name="box2", address="10.0.0.2", alive=True),))
+JOINED = ProbeReply(nodes=(RayNode(name="box2", address="10.0.0.2", alive=True),))
 REFUSED = ProbeReply(refused=True, error="InvalidAuthToken")
 PRIVATE = "10.0.0.1:6380"
 
@@ -213,7 +213,7 @@ def test_models_and_their_nodes(tmp_path: Path) -> None:
     )
     spec = read_registry(settings).models["big"]
     wanted = {name: (spec,) for name in ("box2", "box3", "box4")}
-    probe = ProbeReply(nodes=(*JOINED.nodes, NodeState(name="box3", address="10.0.0.3", alive=False)))
+    probe = ProbeReply(nodes=(*JOINED.nodes, RayNode(name="box3", address="10.0.0.3", alive=False)))
     files = {path: ModelFile(str(path), path.stat().st_size, file_digest(path)) for path in spec.files}
     facts = NodeFacts(name="box2", version=__version__, llama_cpp=BINDINGS, files=("different",))
     spare = NodeFacts(name="spare", version=__version__, llama_cpp=BINDINGS, files=("missing",))
