@@ -37,7 +37,7 @@ def metadata() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def model() -> Iterator[GreedyModel]:
     """The shipped file, loaded."""
-    with GreedyModel(demo_model_path(), threads=2) as loaded:
+    with GreedyModel(demo_model_path(), threads=1) as loaded:
         yield loaded
 
 

@@ -192,13 +192,16 @@ async def test_picture_of_a_session_out_of_memory_or_unstored(tmp_path: Path, *,
 
 
 async def ask_all(
-    client: SocketClient, sessions: Sequence[str], text: str, files: Sequence[bytes | None], n_tokens: int = 120
+    daemon: Daemon, client: SocketClient, sessions: Sequence[str], text: str, files: Sequence[bytes | None]
 ) -> tuple[list[str], int]:
-    """Greedy turns at the same time: their answers, and how often they were preempted together."""
+    """Greedy turns that an engine gets all at once: their answers, and how often they were preempted together."""
     answers, preempted = dict.fromkeys(sessions, ""), 0
-    for session, file in zip(sessions, files, strict=True):
-        await send_question(client, session, text, file, {"temperature": 0.0, "max_tokens": n_tokens})
     running = set(sessions)
+    with stopped(daemon.engine_pid()):
+        for session, file in zip(sessions, files, strict=True):
+            await send_question(client, session, text, file, {"temperature": 0.0, "max_tokens": 120})
+        for _ in sessions:
+            await client.until(lambda frame: frame["op"] == "queued")
     while running:
         event = await client.receive()
         assert event["op"] != "error", event
@@ -225,7 +228,7 @@ async def test_picture_is_seen_by_preempted_turns(tmp_path: Path) -> None:
                 (RECALL, [None] * 3, sentences),
             ]
             for text, files, expected in asked:
-                answers, preempted = await ask_all(client, sessions, text, files)
+                answers, preempted = await ask_all(daemon, client, sessions, text, files)
                 assert answers == expected
                 assert preempted >= len(sessions), f"too few preemptions to test anything: {text}"
 

@@ -94,7 +94,7 @@ def check_tree(spans: list[ReceivedSpan], turn_id: str, *, trace_id: str) -> Non
     for stage in stages:
         assert (stage.service, stage.trace_id) == ("inferencecenter-engine", trace_id)
         assert root.began_ns <= stage.began_ns <= stage.ended_ns <= root.ended_ns
-    assert stages[-1].attributes == {"inferencecenter.tokens": 8}
+    assert stages[-1].attributes == {"inferencecenter.tokens": 8, "inferencecenter.node": "local"}
 
 
 async def lose_the_engine(conversation: SocketClient, daemon: Daemon) -> str:
