@@ -92,12 +92,10 @@ class Candidates:
             return np.flatnonzero(allowed)
         if not self._n_kept:
             return None
-        if allowed is None:
-            needed = _likeliest(logits, self._n_kept)
-            needed[self._biased] = True
-        else:
-            needed = _likeliest(np.where(allowed, logits, np.float32(-np.inf)), self._n_kept)
-            needed[self._biased] = True
+        possible = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
+        needed = _likeliest(possible, self._n_kept)
+        needed[self._biased] = True
+        if allowed is not None:
             needed &= allowed
         return np.flatnonzero(needed)
 
