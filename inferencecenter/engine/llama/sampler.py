@@ -58,7 +58,10 @@ class Candidates:
     """
 
     def __init__(self, n_vocab: int, *, n_kept: int = 0, biased: Sequence[int] = ()) -> None:
-        self._entries = np.zeros(n_vocab, dtype=_ENTRY)
+        entries = np.zeros(n_vocab, dtype=_ENTRY)
+        self._ids, self._logits, self._shares = entries["id"], entries["logit"], entries["p"]
+        self._data = entries.ctypes.data_as(lib.llama_token_data_p)
+        self._mask = np.empty(n_vocab if n_kept else 0, dtype=np.bool_)
         self._n_kept = n_kept
         self._biased = np.array(biased, dtype=np.intp)
 
@@ -69,20 +72,19 @@ class Candidates:
 
         The array is valid until the next call; the chain may modify it.
         """
-        entries = self._entries
         selected = self._selected(logits, allowed)
         if selected is not None:
-            entries = entries[: len(selected)]
-            entries["id"] = selected
-            entries["logit"] = logits[selected]
+            size = len(selected)
+            self._ids[:size] = selected
+            self._logits[:size] = logits[selected]
         else:
-            entries["id"] = _all_ids(len(logits))
-            entries["logit"] = logits
+            size = len(logits)
+            self._ids[:] = _all_ids(size)
+            self._logits[:] = logits
             if allowed is not None:
-                entries["logit"][np.flatnonzero(~allowed)] = -np.inf
-        entries["p"] = 0
-        data = entries.ctypes.data_as(lib.llama_token_data_p)
-        return lib.llama_token_data_array(data=data, size=len(entries), selected=-1, sorted=False)
+                self._logits[np.flatnonzero(~allowed)] = -np.inf
+        self._shares[:size] = 0
+        return lib.llama_token_data_array(data=self._data, size=size, selected=-1, sorted=False)
 
     def _selected(
         self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_] | None
@@ -93,11 +95,12 @@ class Candidates:
         if not self._n_kept:
             return None
         possible = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
-        needed = _likeliest(possible, self._n_kept)
-        needed[self._biased] = True
+        needed = _likeliest(possible, self._n_kept, out=self._mask)
+        if len(self._biased):
+            needed[self._biased] = True
         if allowed is not None:
             needed &= allowed
-        return np.flatnonzero(needed)
+        return needed.nonzero()[0]
 
 
 @functools.cache
@@ -133,14 +136,24 @@ def _n_rows(n_vocab: int, n_kept: int) -> int:
     return min(_MOST_ROWS, n_vocab // (_COLUMNS_PER_KEPT * n_kept))
 
 
-def _likeliest(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the ``count`` largest logits and few others; one that is not a number counts as large."""
+def _likeliest(logits: npt.NDArray[np.float32], count: int, *, out: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Mask the ``count`` largest logits and few others in ``out``; one that is not a number counts as large.
+
+    A decode evicts all this from the CPU's caches, so each function called costs several times what it does in a loop:
+    these are the ones that NumPy's shorter ways to write them call.
+    """
     n_rows = _n_rows(len(logits), count)
     n_columns = len(logits) // n_rows
-    largest = logits[: n_rows * n_columns].reshape(n_rows, n_columns).max(axis=0)
-    bound = np.partition(largest, -count)[-count]
-    mask: npt.NDArray[np.bool_] = logits < bound
-    return np.logical_not(mask, out=mask)
+    largest = np.maximum.reduce(logits[: n_rows * n_columns].reshape(n_rows, n_columns), axis=0)
+    largest.partition(n_columns - count)
+    np.less(logits, largest[n_columns - count], out=out)
+    return np.logical_not(out, out=out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _logits_at(address: int, n_vocab: int) -> npt.NDArray[np.float32]:
+    """Return a view of the logits at an address that llama.cpp has just returned."""
+    return np.ctypeslib.as_array((ctypes.c_float * n_vocab).from_address(address))
 
 
 def chosen(array: lib.llama_token_data_array) -> int:
@@ -200,8 +213,9 @@ class NativeSampler:
         settings = lib.llama_sampler_chain_default_params()
         settings.no_perf = True
         self._chain = lib.llama_sampler_chain_init(settings)
-        # The first sampler that is recreated for each token, and those after it.
+        # The first sampler that is recreated for each token, and those after it; before them stay ``n_head`` others.
         self._tail: list[tuple[SamplerSpec, lib.llama_sampler_p]] = []
+        self._n_head = 0
         for spec in specs:
             native = self._build(spec)
             if isinstance(spec, plan.TypicalP):
@@ -225,7 +239,7 @@ class NativeSampler:
         pointer = lib.llama_get_logits_ith(self._context, batch_index)
         if not pointer:
             raise IndexError(f"token {batch_index} of the last batch has no logits")
-        logits = np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))
+        logits = _logits_at(ctypes.addressof(pointer.contents), self._n_vocab)
         self._reseed()
         if self._candidates is None:
             token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))
@@ -244,13 +258,14 @@ class NativeSampler:
         """Add a sampler to the chain, which owns it from here on and frees it."""
         if self._tail or _draws_anew(spec):
             self._tail.append((spec, native))
+        else:
+            self._n_head += 1
         lib.llama_sampler_chain_add(self._chain, native)
 
     def _reseed(self) -> None:
         """Recreate the samplers that draw, seeded for the position of the next token."""
-        first = lib.llama_sampler_chain_n(self._chain) - len(self._tail)
         for _ in self._tail:
-            lib.llama_sampler_chain_remove(self._chain, first)
+            lib.llama_sampler_chain_remove(self._chain, self._n_head)
         for index, (spec, native) in enumerate(self._tail):
             sampler = native
             if _draws_anew(spec):
@@ -261,7 +276,7 @@ class NativeSampler:
 
     def _build(self, spec: SamplerSpec) -> lib.llama_sampler_p:
         """Return a new sampler for the next token, owned by the caller."""
-        return _build(plan.seeded_at(spec, self._position), vocab=self._vocab, n_vocab=self._n_vocab)
+        return _build(spec, position=self._position, vocab=self._vocab, n_vocab=self._n_vocab)
 
     def _new_candidates(self, specs: Sequence[SamplerSpec]) -> Candidates | None:
         """Return a buffer for a chain that gets a selection of the tokens; ``None`` if llama.cpp passes it all."""
@@ -317,10 +332,13 @@ def _banned(specs: Sequence[SamplerSpec]) -> list[int]:
     return [token for token, bias in _biases(specs) if bias == -np.inf]
 
 
-def _build(spec: SamplerSpec, *, vocab: int, n_vocab: int) -> lib.llama_sampler_p:  # noqa: C901, PLR0911, PLR0912
-    """Return a new ``llama_sampler``, owned by the caller."""
-    # One case per sampler: splitting the table would hide that it is complete.
+def _build(  # noqa: C901, PLR0911, PLR0912 - one case per sampler: splitting the table would hide that it is complete
+    spec: SamplerSpec, *, position: int, vocab: int, n_vocab: int
+) -> lib.llama_sampler_p:
+    """Return a new ``llama_sampler`` for the token at a ``position`` of the answer, owned by the caller."""
     match spec:
+        case plan.Dist():  # built for each token
+            return lib.llama_sampler_init_dist(plan.seed_at(spec, position))
         case plan.LogitBias(biases):
             array = (lib.llama_logit_bias * len(biases))(*biases)
             return lib.llama_sampler_init_logit_bias(n_vocab, len(biases), array)
@@ -339,17 +357,16 @@ def _build(spec: SamplerSpec, *, vocab: int, n_vocab: int) -> lib.llama_sampler_
             return lib.llama_sampler_init_top_p(p, min_keep)
         case plan.MinP(p, min_keep):
             return lib.llama_sampler_init_min_p(p, min_keep)
-        case plan.Xtc(probability, threshold, min_keep, seed):
-            return lib.llama_sampler_init_xtc(probability, threshold, min_keep, seed)
+        case plan.Xtc(probability, threshold, min_keep):
+            return lib.llama_sampler_init_xtc(probability, threshold, min_keep, plan.seed_at(spec, position))
         case plan.Temperature(temperature, dynamic_range, exponent):
             return lib.llama_sampler_init_temp_ext(temperature, dynamic_range, exponent)
         case plan.Greedy():
             return lib.llama_sampler_init_greedy()
-        case plan.Dist(seed):
-            return lib.llama_sampler_init_dist(seed)
-        case plan.Mirostat(1, tau, eta, seed):
+        case plan.Mirostat(1, tau, eta):
+            seed = plan.seed_at(spec, position)
             return lib.llama_sampler_init_mirostat(n_vocab, seed, tau, eta, plan.MIROSTAT_CANDIDATES)
-        case plan.Mirostat(_, tau, eta, seed):
-            return lib.llama_sampler_init_mirostat_v2(seed, tau, eta)
-        case plan.AdaptiveP(target, decay, seed):
-            return lib.llama_sampler_init_adaptive_p(target, decay, seed)
+        case plan.Mirostat(_, tau, eta):
+            return lib.llama_sampler_init_mirostat_v2(plan.seed_at(spec, position), tau, eta)
+        case plan.AdaptiveP(target, decay):
+            return lib.llama_sampler_init_adaptive_p(target, decay, plan.seed_at(spec, position))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -154,16 +154,16 @@ SamplerSpec: TypeAlias = (
 )
 
 
-def seeded_at(spec: SamplerSpec, position: int) -> SamplerSpec:
-    """Return a sampler seeded for the token at a ``position`` of the answer, counted from 0.
+def seed_at(spec: Xtc | Dist | Mirostat | AdaptiveP, position: int) -> int:
+    """Return a sampler's seed for the token at a ``position`` of the answer, counted from 0.
 
-    Its seed is derived from the turn's seed, the position and the kind of sampler, so a draw does not depend on earlier
-    draws. A sampler without a seed, or for which llama.cpp draws one, is unchanged.
+    It is derived from the turn's seed, the position and the kind of sampler, so a draw does not depend on earlier
+    draws. ``RANDOM_SEED``, for which llama.cpp draws one, stays.
     """
-    if not isinstance(spec, Xtc | Dist | Mirostat | AdaptiveP) or spec.seed == RANDOM_SEED:
-        return spec
+    if spec.seed == RANDOM_SEED:
+        return RANDOM_SEED
     digest = hashlib.sha256(f"{type(spec).__name__} {spec.seed} {position}".encode()).digest()
-    return replace(spec, seed=int.from_bytes(digest[:4]) % RANDOM_SEED)
+    return int.from_bytes(digest[:4]) % RANDOM_SEED
 
 
 def plan_chain(
