@@ -74,6 +74,7 @@ from inferencecenter.supervisor.poison_turns import CrashLimit, PoisonTurnStore
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S, LocalLauncher
 from inferencecenter.supervisor.replica_placement import ReplicaRates
 from inferencecenter.supervisor.replica_set import Replica, ReplicaSet, loaded_siblings
+from inferencecenter.supervisor.rpc_nodes import RpcNodes
 from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.supervisor.supervisor import Supervisor
 from inferencecenter.supervisor.thermal import ThermalThrottler
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.poison_turns import Suspicion
     from inferencecenter.supervisor.process import EngineLauncher
     from inferencecenter.supervisor.remote import RemoteLauncher
+    from inferencecenter.supervisor.rpc_nodes import RpcServers
     from inferencecenter.telemetry.metrics import McpMetrics
     from inferencecenter.telemetry.otlp import Traces
 
@@ -749,9 +751,8 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         admit: Callable[[Supervisor], Awaitable[bool]],
         ends_with_it: Callable[[Supervisor], bool],
     ) -> Replica:
-        launcher, planner, host = _on_machine(
-            settings, spec, index, node, cluster=cluster, calibration=calibration, share=share
-        )
+        parts = _on_machine(settings, spec, index, node, cluster=cluster, calibration=calibration, share=share)
+        launcher, planner = parts.launcher, parts.planner
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
         if first is None and first_engine is not None:
             launcher, planner, options = first_engine.launcher, first_engine.planner, first_engine.options
@@ -775,12 +776,13 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
-        return Replica(supervisor, planner, rates or ReplicaRates(), host=host)
+        rpc = None if parts.rpc_servers is None else RpcNodes(supervisor, parts.rpc_servers)
+        return Replica(supervisor, planner, rates or ReplicaRates(), host=parts.host, rpc=rpc)
 
     def make(spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
         if not spec.is_on_nodes:
             only = make_replica(spec, 0, node=LOCAL_NODE, admit=admit, ends_with_it=ends_daemon)
-            return ManagedModel(spec, only.planner, only.supervisor)
+            return ManagedModel(spec, only.planner, only.supervisor, only.rpc)
 
         async def admit_replica(supervisor: Supervisor) -> bool:
             return await admit(replica_set) and supervisor.wanted
@@ -821,6 +823,16 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
     return models
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaParts:
+    """What starts and what plans the engines of a replica, and what connects it to other machines, if it uses any."""
+
+    launcher: EngineLauncher
+    planner: Planner
+    host: RemoteLauncher | None = None
+    rpc_servers: RpcServers | None = None
+
+
 def _on_machine(  # noqa: PLR0913 - keyword-only but for what it works on
     settings: Settings,
     spec: ModelSpec,
@@ -830,17 +842,18 @@ def _on_machine(  # noqa: PLR0913 - keyword-only but for what it works on
     cluster: EngineCluster | None,
     calibration: VramCalibration,
     share: ReplicaShare | None,
-) -> tuple[EngineLauncher, Planner, RemoteLauncher | None]:
-    """Return what starts and what plans the engines of a replica, and its connection if it is on another machine."""
+) -> ReplicaParts:
     local = LocalLauncher(engine_lock_path(settings.state_dir, spec, replica=index))
     if node == LOCAL_NODE and not spec.rpc_nodes:
-        return local, Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share), None
+        return ReplicaParts(local, Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration, share=share))
     assert cluster is not None, "the registry refuses nodes without a cluster"
     if spec.rpc_nodes:
         planner = RpcPlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
-        return cluster.rpc_launcher(spec, planner, local), planner, None
+        launcher = cluster.rpc_launcher(spec, planner, local)
+        return ReplicaParts(launcher, planner, rpc_servers=launcher)
     remote = cluster.launcher(spec, index, node)
-    return remote, RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration), remote
+    planner_there = RemotePlanner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
+    return ReplicaParts(remote, planner_there, host=remote)
 
 
 @contextlib.asynccontextmanager

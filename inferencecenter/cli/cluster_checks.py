@@ -70,9 +70,10 @@ def devices_of_nodes(settings: Settings, spec: ModelSpec) -> tuple[Device, ...]:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     # A running daemon has the configured port.
     cluster = EngineCluster(settings.cluster.model_copy(update={"rpc_port": 0}), settings.state_dir)
-    devices, without = asyncio.run(cluster.rpc_devices(spec))
-    if without:
-        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "; ".join(without))
+    devices, failed = asyncio.run(cluster.rpc_devices(spec))
+    if failed:
+        why = "; ".join(f"the node {node} has no RPC server: {reason}" for node, reason in failed.items())
+        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, why)
     return devices
 
 

@@ -133,17 +133,24 @@ class EngineCluster:
 
     def rpc_launcher(self, spec: ModelSpec, planner: RpcPlanner, local: LocalLauncher) -> RpcLauncher:
         """Return what starts the engines of a model that uses devices of other machines."""
-        return RpcLauncher(spec.name, self._rpc_nodes(spec), tunnels=self._tunnels, planner=planner, local=local)
+        return RpcLauncher(
+            spec.name,
+            self._rpc_nodes(spec),
+            tunnels=self._tunnels,
+            planner=planner,
+            local=local,
+            is_drained=self.nodes.is_drained,
+        )
 
-    async def rpc_devices(self, spec: ModelSpec) -> tuple[tuple[Device, ...], list[str]]:
-        """Return the devices of a model's nodes as they are now, and which nodes have none and why.
+    async def rpc_devices(self, spec: ModelSpec) -> tuple[tuple[Device, ...], dict[str, str]]:
+        """Return the devices of a model's nodes as they are now, and by name why other nodes have none.
 
         It is for a process beside the daemon, and starts RPC servers of its own.
         """
-        links, missing = await open_links(f"{spec.name}/{os.getpid()}", self._rpc_nodes(spec), self._tunnels)
+        links, failed = await open_links(f"{spec.name}/{os.getpid()}", self._rpc_nodes(spec), self._tunnels)
         try:
             servers = {link.node: link.address.result() for link in links}
-            return await asyncio.to_thread(node_devices, servers), missing
+            return await asyncio.to_thread(node_devices, servers), failed
         finally:
             await self._tunnels.close()
             await self._ray.close()

@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -32,9 +32,10 @@ from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.link import LinkTicket
 from inferencecenter.supervisor.process import Engine, EngineExit, NodeUnreachableError
 from inferencecenter.supervisor.remote import START_TIMEOUT_S
+from inferencecenter.supervisor.rpc_nodes import RpcServerStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from inferencecenter.cluster.certificates import ClusterCertificates
     from inferencecenter.ipc.engine_options import EngineOptions
@@ -212,10 +213,11 @@ class RpcEngine(Engine):
     crash of the engine, and suspects its turns; a lost node says nothing about them.
     """
 
-    def __init__(self, engine: EngineProcess, links: Sequence[RpcLink]) -> None:
+    def __init__(self, engine: EngineProcess, links: Sequence[RpcLink], *, on_end: Callable[[], None]) -> None:
         super().__init__()
         self._engine = engine
         self._links = links
+        self._on_end = on_end
         self._is_ending = False
         self._exit: asyncio.Future[EngineExit] = asyncio.get_running_loop().create_future()
         self._tasks = TaskGroup("rpc-engine")
@@ -253,6 +255,7 @@ class RpcEngine(Engine):
         lost = next(((link.node, link.lost.result()) for link in self._links if link.lost.done()), None)
         for link in self._links:
             link.close()
+        self._on_end()
         self._quiet.set()
         self._exit.set_result(ended if lost is None or self._is_ending else _explained(ended, *lost))
         await self._tasks.cancel()
@@ -285,7 +288,8 @@ class RpcNode:
 class RpcLauncher:
     """Starts the engines of a model that uses devices of other machines; implements ``EngineLauncher``.
 
-    An engine is started without a node that cannot be reached if the model fits into the memory of the others.
+    An engine is started without a node that cannot be reached, or is drained, if the model fits into the memory of the
+    others. It implements ``RpcServers`` too.
 
     Args:
         name: The model's.
@@ -293,16 +297,39 @@ class RpcLauncher:
         tunnels: The tunnels to them.
         planner: Plans each start.
         local: Starts the engine.
+        is_drained: Returns whether a node is drained, or being drained.
     """
 
-    def __init__(
-        self, name: str, nodes: Sequence[RpcNode], *, tunnels: RpcTunnels, planner: RpcPlanner, local: LocalLauncher
+    def __init__(  # noqa: PLR0913 - keyword-only but for what it is about
+        self,
+        name: str,
+        nodes: Sequence[RpcNode],
+        *,
+        tunnels: RpcTunnels,
+        planner: RpcPlanner,
+        local: LocalLauncher,
+        is_drained: Callable[[str], bool],
     ) -> None:
         self._name = name
         self._nodes = nodes
         self._tunnels = tunnels
         self._planner = planner
         self._local = local
+        self._is_drained = is_drained
+        self._servers = {node.name: RpcServerStatus(node=node.name, model=name) for node in nodes}
+
+    @property
+    def servers(self) -> tuple[RpcServerStatus, ...]:
+        """One for each node, as the last launch found it."""
+        return tuple(self._servers.values())
+
+    async def can_start(self, nodes: Collection[str]) -> bool:
+        """See ``RpcServers``."""
+        wanted = [node for node in self._nodes if node.name in nodes]
+        links, _ = await open_links(f"{self._name}/probe", wanted, self._tunnels)
+        for link in links:
+            link.close()
+        return bool(links)
 
     async def launch(
         self,
@@ -313,34 +340,60 @@ class RpcLauncher:
         on_drain: Callable[[], None],
     ) -> RpcEngine:
         """Start an engine; see ``EngineLauncher``."""
-        links, missing = await open_links(self._name, self._nodes, self._tunnels)
+        links, missing = await self._open()
         try:
             servers = {link.node: link.address.result() for link in links}
+            without = [f"the node {node} {why}" for node, why in missing.items()]
             try:
                 options = await asyncio.to_thread(self._planner.at_launch, options, servers)
             except InferenceCenterError as error:
-                raise NodeUnreachableError("; ".join([error.message, *missing])) from error
+                raise NodeUnreachableError("; ".join([error.message, *without])) from error
             if missing and not self._planner.fits_host:
-                raise NodeUnreachableError(f"{'; '.join(missing)}; the model does not fit without it")
+                raise NodeUnreachableError(f"{'; '.join(without)}; the model does not fit without it")
             engine = await self._local.launch(options, is_first=is_first, on_message=on_message, on_drain=on_drain)
         except BaseException:
-            for link in links:
-                link.close()
+            self._close(links)
             raise
-        return RpcEngine(engine, links)
+        for link in links:
+            self._servers[link.node] = replace(self._servers[link.node], state="ready")
+        return RpcEngine(engine, links, on_end=self._servers_ended)
+
+    async def _open(self) -> tuple[list[RpcLink], Mapping[str, str]]:
+        """Start the RPC servers; return the tunnels, and by name why other nodes have none."""
+        drained = {node.name: "is drained" for node in self._nodes if self._is_drained(node.name)}
+        wanted = [node for node in self._nodes if node.name not in drained]
+        for node in wanted:
+            self._servers[node.name] = RpcServerStatus(node=node.name, model=self._name, state="starting")
+        try:
+            links, failed = await open_links(self._name, wanted, self._tunnels)
+        except BaseException:
+            self._servers_ended()
+            raise
+        missing = drained | {node: f"has no RPC server: {why}" for node, why in failed.items()}
+        for node, why in missing.items():
+            self._servers[node] = RpcServerStatus(node=node, model=self._name, state="missing", detail=f"it {why}")
+        return links, missing
+
+    def _close(self, links: Sequence[RpcLink]) -> None:
+        for link in links:
+            link.close()
+            self._servers[link.node] = RpcServerStatus(node=link.node, model=self._name)
+
+    def _servers_ended(self) -> None:
+        self._servers = {node: RpcServerStatus(node=node, model=self._name) for node in self._servers}
 
 
-async def open_links(name: str, nodes: Sequence[RpcNode], tunnels: RpcTunnels) -> tuple[list[RpcLink], list[str]]:
-    """Start an RPC server on each node; return the tunnels, and why those of other nodes could not be opened."""
+async def open_links(name: str, nodes: Sequence[RpcNode], tunnels: RpcTunnels) -> tuple[list[RpcLink], dict[str, str]]:
+    """Start an RPC server on each node; return the tunnels, and by node why others could not be opened."""
     links: list[RpcLink] = []
-    missing: list[str] = []
+    failed: dict[str, str] = {}
 
     async def open_link(node: RpcNode) -> None:
         try:
             links.append(await tunnels.open(f"{name}/rpc/{node.name}", node.name, node.starter))
         except OSError as error:
             _log.warning("rpc_node_unavailable", node=node.name, reason=str(error))
-            missing.append(f"the node {node.name} has no RPC server: {error}")
+            failed[node.name] = str(error)
 
     try:
         async with asyncio.TaskGroup() as opening:
@@ -351,4 +404,4 @@ async def open_links(name: str, nodes: Sequence[RpcNode], tunnels: RpcTunnels) -
             link.close()
         raise
     order = [node.name for node in nodes]
-    return sorted(links, key=lambda link: order.index(link.node)), missing
+    return sorted(links, key=lambda link: order.index(link.node)), failed

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import EnginePlan
     from inferencecenter.supervisor.nodes import NodeStatus, NodeTable
     from inferencecenter.supervisor.planning import Planner
+    from inferencecenter.supervisor.rpc_nodes import RpcNodes
     from inferencecenter.supervisor.supervisor import Supervisor
 
 ModelEngine: TypeAlias = "Supervisor | ReplicaSet"
@@ -51,11 +52,15 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedModel:
-    """A requested model, with what plans and runs its engines; of several replicas, the planner of the first."""
+    """A requested model, with what plans and runs its engines; of several replicas, the planner of the first.
+
+    ``rpc`` are the machines whose devices its one engine uses, if there are any.
+    """
 
     spec: ModelSpec
     planner: Planner
     supervisor: ModelEngine
+    rpc: RpcNodes | None = None
 
     @property
     def engines(self) -> tuple[tuple[Supervisor, Planner], ...]:
@@ -229,7 +234,11 @@ class ModelManager:
         """The machines that run engines; none if the daemon is in no cluster."""
         if self._nodes is None:
             return ()
-        return self._nodes.statuses(engine for name in sorted(self._models) for engine in self._models[name].on_nodes)
+        models = [self._models[name] for name in sorted(self._models)]
+        return self._nodes.statuses(
+            (engine for model in models for engine in model.on_nodes),
+            (server for model in models if model.rpc is not None for server in model.rpc.statuses),
+        )
 
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:
@@ -382,6 +391,8 @@ class ModelManager:
     def drain_node(self, name: str) -> None:
         """Begin to move the sessions of a machine to other ones; see ``ReplicaSet.drain``. New ones go elsewhere.
 
+        Engines that only use its devices are started again without them; see ``RpcNodes.drain``.
+
         Raises:
             InferenceCenterError: ``invalid_request`` for an unknown machine, or one without which a model has none;
                 ``storage_unavailable`` if the next daemon would not know of it.
@@ -426,9 +437,17 @@ class ModelManager:
         return self._nodes
 
     def _nodes_changed(self) -> None:
+        assert self._nodes is not None, "its machines were read"
+        usable = frozenset(name for name in self._nodes.joined if not self._nodes.is_drained(name))
+        for rpc in self._on_rpc_nodes:
+            self._retiring.spawn(rpc.rejoin(usable), name="rejoin")
         if not self._follows:
             self._follows = True
             self._retiring.spawn(self._follow_nodes(), name="follow-nodes")
+
+    @property
+    def _on_rpc_nodes(self) -> list[RpcNodes]:
+        return [model.rpc for model in self._begun.values() if model.rpc is not None]
 
     async def _follow_nodes(self) -> None:
         """Have the models with replicas on all machines follow those that join and leave."""
@@ -441,14 +460,16 @@ class ModelManager:
             self._follows = False
 
     async def _apply_drain(self, nodes: NodeTable, name: str) -> None:
-        """Have the replicas of a machine do what was requested last; one change of a machine at a time."""
+        """Have the engines that use a machine do what was requested last; one change of a machine at a time."""
         async with self._node_changes[name]:
             sets = [engine for engine in self._begun if isinstance(engine, ReplicaSet)]
             if not nodes.is_drained(name):
                 for each in sets:
                     each.undrain(name)
+                for rpc in self._on_rpc_nodes:
+                    rpc.undrain()
                 return
-            await asyncio.gather(*(each.drain(name) for each in sets))
+            await asyncio.gather(*(each.drain(name) for each in (*sets, *self._on_rpc_nodes)))
             nodes.finish_drain(name)
             _log.info("node_drained", node=name)
 

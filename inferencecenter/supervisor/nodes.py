@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.hardware.nvml import Gpus
     from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.supervisor.rpc_nodes import RpcServerStatus
 
 NodeState: TypeAlias = Literal["up", "down", "unknown"]
 """``unknown``: the cluster does not answer, and no engine there is connected."""
@@ -97,6 +98,7 @@ class NodeStatus:
     state: NodeState
     drain: DrainState = "none"
     engines: tuple[NodeEngine, ...] = ()
+    rpc_servers: tuple[RpcServerStatus, ...] = ()
     beat_age_s: float | None = None
     version: str | None = None
     resources: NodeResources | None = None
@@ -105,6 +107,17 @@ class NodeStatus:
     def sessions(self) -> int:
         """The sessions whose KV is there."""
         return sum(engine.sessions for engine in self.engines)
+
+    @property
+    def drain_waits_for(self) -> tuple[str, ...]:
+        """What is not done yet while the machine is being drained, as text."""
+        if self.drain != "draining":
+            return ()
+        running = [(each.model, each.status.running) for each in self.engines]
+        used = [(each.model, each.running) for each in self.rpc_servers if each.state == "ready"]
+        turns = [f"{n} running turn{'s' * (n > 1)} of {model}" for model, n in running + used if n]
+        loading = [f"the engine of {each.model}, which loads" for each in self.rpc_servers if each.state == "starting"]
+        return (*turns, *loading)
 
     @property
     def traffic(self) -> LinkTraffic:
@@ -220,12 +233,17 @@ class NodeTable:
             return "draining"
         return "drained" if name in self._drained else "none"
 
-    def statuses(self, engines: Iterable[NodeEngine]) -> tuple[NodeStatus, ...]:
-        """Return all machines with their engines: this one, those that have joined, and those that models name."""
+    def statuses(
+        self, engines: Iterable[NodeEngine], rpc_servers: Iterable[RpcServerStatus] = ()
+    ) -> tuple[NodeStatus, ...]:
+        """Return all machines with what runs there: this one, those that have joined, and those that models name."""
         by_node: defaultdict[str, list[NodeEngine]] = defaultdict(list)
         for engine in engines:
             by_node[engine.node].append(engine)
-        others = sorted((self._joined.keys() | by_node.keys() | self._drained) - {LOCAL_NODE})
+        servers: defaultdict[str, list[RpcServerStatus]] = defaultdict(list)
+        for server in rpc_servers:
+            servers[server.node].append(server)
+        others = sorted((self._joined.keys() | by_node.keys() | servers.keys() | self._drained) - {LOCAL_NODE})
         local = NodeStatus(
             name=LOCAL_NODE,
             address=None,
@@ -233,13 +251,13 @@ class NodeTable:
             drain=self._drain_state(LOCAL_NODE),
             engines=tuple(by_node[LOCAL_NODE]),
         )
-        return (local, *(self._status(name, by_node[name]) for name in others))
+        return (local, *(self._status(name, by_node[name], servers[name]) for name in others))
 
-    def _status(self, name: str, engines: list[NodeEngine]) -> NodeStatus:
+    def _status(self, name: str, engines: list[NodeEngine], rpc_servers: list[RpcServerStatus]) -> NodeStatus:
         joined = self._joined.get(name)
         links = sorted((engine.link for engine in engines if engine.link is not None), key=lambda link: link.beat_age_s)
         state: NodeState = "unknown"
-        if links:
+        if links or any(server.state == "ready" for server in rpc_servers):
             state = "up"
         elif self._is_current:
             state = "up" if joined is not None and joined.alive else "down"
@@ -249,6 +267,7 @@ class NodeTable:
             state=state,
             drain=self._drain_state(name),
             engines=tuple(engines),
+            rpc_servers=tuple(rpc_servers),
             beat_age_s=links[0].beat_age_s if links else None,
             version=links[0].version if links else None,
             resources=next((link.resources for link in links if link.resources is not None), None),

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineTurn, SessionKv
     from inferencecenter.supervisor.nodes import HostConnection
     from inferencecenter.supervisor.planning import Planner
+    from inferencecenter.supervisor.rpc_nodes import RpcNodes
     from inferencecenter.supervisor.supervisor import Supervisor
     from inferencecenter.telemetry.engine_metrics import PlacementKind
 
@@ -72,14 +73,16 @@ _BY_USE: Final = (
 class Replica:
     """One engine of a model.
 
-    For another machine, ``host`` has the connection to it. ``losses`` counts its engines that were lost, and with them
-    their KV; ``sessions`` those whose KV it has. One that is ``drained`` gets no turns and is not started.
+    For another machine, ``host`` has the connection to it; ``rpc`` are those whose devices it uses. ``losses`` counts
+    its engines that were lost, and with them their KV; ``sessions`` those whose KV it has. One that is ``drained`` gets
+    no turns and is not started.
     """
 
     supervisor: Supervisor
     planner: Planner
     rates: ReplicaRates = field(default_factory=ReplicaRates)
     host: HostConnection | None = None
+    rpc: RpcNodes | None = None
     losses: int = 0
     sessions: int = 0
     drained: bool = False

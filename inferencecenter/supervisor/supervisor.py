@@ -356,6 +356,22 @@ class Supervisor:
                 self._fall_asleep()
             await self._until(partial(self._has_left, self._state))
 
+    async def restart(self) -> None:
+        """End the engine as ``evict`` does, and have another one started, which is planned anew.
+
+        An engine that is loading, or about to, is waited for, and not ended.
+        """
+        if self._state in (EngineState.STARTING, EngineState.BACKOFF):
+            await self._until(partial(self._has_left, self._state))
+            return
+        if self._state is EngineState.READY:
+            await self._drain(self._options.swap_patience_s)
+        if self._state is EngineState.READY:
+            self._fall_asleep()
+            self._demand.request()
+        if self._state is EngineState.SUSPENDING:
+            await self._until(partial(self._has_left, self._state))
+
     def pause(self, *, paused: bool) -> None:
         """While ``paused``, start no engine for waiting turns; a running one continues."""
         self._demand.pause(paused=paused)

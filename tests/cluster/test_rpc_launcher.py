@@ -16,6 +16,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.ipc.rpc_tunnel import RpcServerEnded
 from inferencecenter.supervisor.process import LocalLauncher, NodeUnreachableError
+from inferencecenter.supervisor.rpc_nodes import FORGET_S, RpcNodes
 from tests.cluster import stub_rpc_server
 from tests.cluster.harness import LocalStarter
 from tests.ports import free_port
@@ -42,15 +43,21 @@ class FakeTunnels:
     away: set[str] = field(default_factory=set)
     links: list[RpcLink] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    probed: list[str] = field(default_factory=list)
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(self, name: str, node: str, starter: HostStarter) -> RpcLink:
         """Return a link."""
-        assert name == f"m/rpc/{node}"
+        if name == f"m/probe/rpc/{node}":
+            self.probed.append(node)
+        else:
+            assert name == f"m/rpc/{node}"
         if node in self.away:
             raise NodeUnreachableError("it has not joined")
         link = RpcLink(node, close=lambda: self.closed.append(node))
         link.address.set_result(f"127.0.0.1:{len(self.links)}")
         self.links.append(link)
+        self.opened.set()
         return link
 
 
@@ -76,6 +83,8 @@ class Bench:
 
     tunnels: FakeTunnels = field(default_factory=FakeTunnels)
     planner: FakePlanner = field(default_factory=FakePlanner)
+    drained: set[str] = field(default_factory=set)
+    now_s: float = 0.0
 
     def start(self, **options: object) -> ObservedSupervisor:
         """Return a started supervisor."""
@@ -86,10 +95,17 @@ class Bench:
             tunnels=self.tunnels,  # type: ignore[arg-type]
             planner=self.planner,  # type: ignore[arg-type]
             local=LocalLauncher(),
+            is_drained=lambda name: name in self.drained,
         )
         watched = ObservedSupervisor(launcher=launcher, **options)  # type: ignore[arg-type]
+        self.nodes = RpcNodes(watched.supervisor, launcher, monotonic=lambda: self.now_s)
         watched.supervisor.start()
         return watched
+
+    @property
+    def states(self) -> dict[str, str]:
+        """The states of the RPC servers by node, with the details of those that are missing."""
+        return {each.node: " ".join(filter(None, (each.state, each.detail))) for each in self.nodes.statuses}
 
 
 async def test_engine_is_planned_for_the_servers_that_end_with_it() -> None:
@@ -186,6 +202,132 @@ async def test_configured_device_of_a_missing_node_is_waited_for() -> None:
     watched = bench.start()
     await watched.until(EngineState.BACKOFF)
     assert "There is no GPU RPC0[a].; the node a has no RPC server" in watched.supervisor.status.detail
+
+
+# Nodes that are drained, and nodes that are back.
+
+
+async def test_drained_node_is_left_between_turns() -> None:
+    """The running turn ends first; one that arrives meanwhile runs on the next engine, which is planned without it."""
+    bench = Bench()
+    watched = bench.start(echo_delay_ms=2)
+    await watched.until(EngineState.READY)
+    assert bench.states == {"a": "ready", "b": "ready"}
+    running = watched.submit("t", LONG)
+    await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
+    bench.drained.add("a")
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+        group.create_task(bench.nodes.drain("a"))
+        await asyncio.sleep(0)
+        late = watched.submit("u", "count 3")
+    assert (running.text, running.interruptions, running.submissions) == (LONG, 0, 1)
+    await end_of(late)
+    assert bench.planner.servers[-1].keys() == {"b"}
+    assert bench.states == {"a": "missing it is drained", "b": "ready"}
+
+
+async def test_drain_interrupts_turns_that_take_too_long() -> None:
+    """They continue on the next engine at the exact character."""
+    bench = Bench()
+    watched = bench.start(echo_delay_ms=2, swap_patience_s=0.0)
+    await watched.until(EngineState.READY)
+    turn = watched.submit("t", LONG)
+    await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
+    bench.drained.add("a")
+    await asyncio.wait_for(bench.nodes.drain("a"), TIMEOUT_S)
+    await end_of(turn)
+    assert (turn.text, turn.submissions) == (LONG, 2)
+
+
+async def test_node_that_is_drained_while_the_engine_loads_is_left() -> None:
+    """Also an engine that was launched before the node was drained."""
+    bench = Bench()
+    watched = bench.start()
+    await asyncio.wait_for(bench.tunnels.opened.wait(), TIMEOUT_S)
+    bench.drained.add("a")
+    await asyncio.wait_for(bench.nodes.drain("a"), TIMEOUT_S)
+    await watched.until(EngineState.READY)
+    await watched.until(EngineState.READY)
+    assert bench.states == {"a": "missing it is drained", "b": "ready"}
+
+
+async def test_drained_node_without_which_the_model_does_not_fit_is_waited_for() -> None:
+    """The turns wait, the state says for what, and continue once it is not drained any more."""
+    bench = Bench(planner=FakePlanner(fits_host=False))
+    watched = bench.start()
+    await watched.until(EngineState.READY)
+    bench.drained.add("a")
+    await asyncio.wait_for(bench.nodes.drain("a"), TIMEOUT_S)
+    turn = watched.submit("t", "count 3")
+    await watched.until(EngineState.BACKOFF)
+    assert watched.supervisor.status.detail == (
+        "the engine cannot be started: the node a is drained; the model does not fit without it"
+    )
+    assert bench.states == {"a": "missing it is drained", "b": "stopped"}
+    bench.drained.clear()
+    await end_of(turn)
+
+
+async def test_drain_of_an_engine_that_sleeps_or_is_lost_does_not_wait() -> None:
+    """There is nothing to end, and the next start knows it."""
+    bench = Bench()
+    watched = bench.start()
+    await watched.until(EngineState.READY)
+    await watched.supervisor.evict()
+    assert bench.states == {"a": "stopped", "b": "stopped"}
+    bench.drained.add("a")
+    await asyncio.wait_for(bench.nodes.drain("a"), TIMEOUT_S)
+    assert watched.supervisor.status.state is EngineState.ASLEEP
+    assert len(bench.planner.servers) == 1
+
+
+async def test_node_that_is_back_is_used_when_there_are_no_turns() -> None:
+    """It is probed first; one that has not joined, or is not missing, is not."""
+    bench = Bench(FakeTunnels(away={"a"}))
+    watched = bench.start(echo_delay_ms=2)
+    await watched.until(EngineState.READY)
+    assert bench.states == {"a": "missing it has no RPC server: it has not joined", "b": "ready"}
+    bench.tunnels.away.clear()
+    await bench.nodes.rejoin({"b"})
+    turn = watched.submit("t", LONG)
+    await bench.nodes.rejoin({"a", "b"})
+    assert bench.tunnels.probed == []
+    await end_of(turn)
+    await bench.nodes.rejoin({"a", "b"})
+    await watched.until(EngineState.READY)
+    assert bench.tunnels.probed == ["a"]
+    assert bench.states == {"a": "ready", "b": "ready"}
+    assert len(bench.planner.servers) == 2
+
+
+async def test_attempts_to_use_a_node_again_back_off() -> None:
+    """The engine is not ended for a node that runs no server, and not for one that comes and goes all the time."""
+    bench = Bench(FakeTunnels(away={"a"}))
+    watched = bench.start()
+    await watched.until(EngineState.READY)
+    tried_s = []
+    while bench.now_s < 2 * FORGET_S:
+        before = len(bench.planner.servers), watched.supervisor.status.pid
+        await bench.nodes.rejoin({"a"})
+        assert before == (len(bench.planner.servers), watched.supervisor.status.pid)
+        if bench.tunnels.probed:
+            bench.tunnels.probed.clear()
+            tried_s.append(bench.now_s)
+        bench.now_s += 5
+    assert tried_s == [0, 30, 90, 210, 450, 930, 1890, 3690, 5490]
+    bench.tunnels.away.clear()
+    bench.now_s += FORGET_S
+    await bench.nodes.rejoin({"a"})
+    assert bench.tunnels.probed == ["a"]
+    await watched.until(EngineState.READY)
+    bench.tunnels.away.add("a")
+    bench.tunnels.links[-2].lost.set_result(VANISHED)
+    await watched.until(EngineState.READY)
+    await bench.nodes.rejoin({"a"})
+    assert bench.tunnels.probed == ["a"]
+    bench.nodes.undrain()
+    await bench.nodes.rejoin({"a"})
+    assert bench.tunnels.probed == ["a", "a"]
 
 
 # Real processes: of the tunnels, of the host, and of a server that returns what it gets.

@@ -159,6 +159,53 @@ async def test_texts_and_losses(cluster: Cluster, tmp_path: Path, demo_model_pat
     check_log(daemon)
 
 
+async def drained(client: SocketClient) -> None:
+    """Wait until the node is drained."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while (await client.ask(op="list_nodes"))["nodes"][-1]["drain"] != "drained":
+        assert time.monotonic() < until_s
+        await asyncio.sleep(0.2)
+
+
+async def used_again(client: SocketClient) -> None:
+    """Wait until the model is on the node without a request that needs it."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while not await is_on_node(client):
+        assert time.monotonic() < until_s
+        await asyncio.sleep(0.5)
+
+
+async def test_node_returns_to_an_idle_engine_and_is_drained(
+    cluster: Cluster, tmp_path: Path, demo_model_path: Path
+) -> None:
+    """Texts are equal in mid-answer of both; a drained node has no server, and none is started there."""
+    with run_daemon(tmp_path / "state", None, **settings_of(cluster, demo_model_path)) as daemon:
+        async with connect_client(daemon) as client:
+            expected = await answer(client)
+            assert await is_on_node(client)
+            assert await interrupted(client, cluster.nodes["two"].kill) == expected
+            assert not await is_on_node(client)
+            cluster.add("two")
+            await used_again(client)
+            assert await answer(client) == expected
+            server = cluster.nodes["two"].find("llama.rpc_server")
+            session, seen = await client.create(), len(client.seen)
+            await client.send(op="infer", session_id=session, prompt=PROMPT, params=PARAMS)
+            await client.until(lambda message: message["op"] == "token")
+            await client.ask(op="drain_node", node="two")
+            await client.until(lambda message: message["op"] == "end")
+            assert "".join(each["content"] for each in client.seen[seen:] if each["op"] == "token") == expected
+            await drained(client)
+            await gone(server)
+            assert await answer(client) == expected
+            assert not await is_on_node(client)
+            await client.ask(op="undrain_node", node="two")
+            await used_again(client)
+            assert await answer(client) == expected
+    for event in ("task_failed", "task_restarts", "engine_given_up", "turns_quarantined"):
+        assert event not in daemon.log.read_text()
+
+
 def check_log(daemon: Daemon) -> None:
     """No loss counted as a crash of the engine's own, and no task failed."""
     log = daemon.log.read_text()

@@ -22,13 +22,14 @@ from inferencecenter.models.registry import LOCAL_NODE, ModelSpec, Registry
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
 from inferencecenter.supervisor.nodes import JoinedNode, NodeTable
 from inferencecenter.supervisor.replica_set import Replica, ReplicaSet
+from inferencecenter.supervisor.rpc_nodes import RpcNodes, RpcServerStatus
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, RecordingTurn, order
 from tests.supervisor.stub_engine import answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.protocol.events import Swap
@@ -52,6 +53,31 @@ class FakePlanner:
         if options.model_name == "odd":
             raise ValueError("cannot convert float NaN to integer")
         return len(others) < self._limit
+
+
+class FakeRpcServers:
+    """The RPC server on the node ``box``, which each engine uses that starts while the node has joined."""
+
+    def __init__(self, supervisor: Supervisor, nodes: NodeTable) -> None:
+        self._nodes = nodes
+        self._status = RpcServerStatus(node="box", model=supervisor.name)
+        supervisor.subscribe(self._engine_changed)
+
+    def _engine_changed(self, status: EngineStatus) -> None:
+        if status.state is EngineState.STARTING:
+            usable = "box" in self._nodes.joined and not self._nodes.is_drained("box")
+            self._status = replace(self._status, state="ready" if usable else "missing")
+        elif status.state is EngineState.ASLEEP:
+            self._status = replace(self._status, state="stopped")
+
+    @property
+    def servers(self) -> tuple[RpcServerStatus, ...]:
+        """The one server."""
+        return (self._status,)
+
+    async def can_start(self, nodes: Collection[str]) -> bool:
+        """Return whether its node has joined."""
+        return self._nodes.joined.issuperset(nodes)
 
 
 @dataclass(eq=False)
@@ -124,6 +150,11 @@ class ManagerHarness:
                 node=node,
             )
             return supervisor
+
+        if spec.rpc_nodes:
+            assert self.nodes is not None
+            engine = make_engine(admit)
+            return ManagedModel(spec, planner, engine, RpcNodes(engine, FakeRpcServers(engine, self.nodes)))
 
         if spec.replicas == 1:
             return ManagedModel(spec, planner, make_engine(admit))
@@ -808,6 +839,34 @@ async def test_replicas_follow_the_cluster(make_manager: Callable[..., ManagerHa
     table.update({"own": JoinedNode("10.0.0.1", alive=True, own=True), "box": JoinedNode("10.0.0.2", alive=True)})
     await harness.until(lambda: [each.state for each in pair.replicas] == [EngineState.READY] * 3)
     assert [each.node for each in pair.replicas] == ["local", "local", "box"]
+
+
+async def test_machine_whose_devices_are_used_is_drained_and_returns(
+    make_manager: Callable[..., ManagerHarness],
+) -> None:
+    """The answer says what the drain waits for; the engine then runs without the machine until that is back."""
+    table = NodeTable()
+    joined = {"box": JoinedNode("10.0.0.2", alive=True)}
+    table.update(joined)
+    harness = make_manager(nodes=table)
+    harness.models.apply(harness.registry(first=replace(harness.spec("first"), rpc_nodes=("box",))))
+    await harness.until(lambda: bool(harness.models.nodes[1].rpc_servers))
+    await harness.ready("first")
+    turn = harness.submit("t", 3, how="hold")
+    await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
+    harness.models.drain_node("box")
+    box = harness.models.nodes[1]
+    assert (box.drain, box.drain_waits_for) == ("draining", ("1 running turn of first",))
+    harness.models.release("t")
+    await harness.until(lambda: harness.models.nodes[1].rpc_servers[0].state == "missing")
+    await harness.ready("first")
+    await harness.until(lambda: harness.models.nodes[1].drain == "drained")
+    table.update(joined)
+    harness.models.undrain_node("box")
+    assert [each.state for each in harness.models.nodes[1].rpc_servers] == ["missing"]
+    table.update(joined)
+    await harness.until(lambda: harness.models.nodes[1].rpc_servers[0].state == "ready")
+    await harness.ready("first")
 
 
 async def test_drain_needs_a_cluster(make_manager: Callable[..., ManagerHarness]) -> None:

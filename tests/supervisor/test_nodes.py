@@ -22,6 +22,7 @@ from inferencecenter.supervisor.nodes import (
     machine_resources,
 )
 from inferencecenter.supervisor.remote import ClockTranslation
+from inferencecenter.supervisor.rpc_nodes import RpcServerStatus
 from tests.supervisor.test_step_metrics import FINISHED
 
 if TYPE_CHECKING:
@@ -58,6 +59,38 @@ def test_connected_engine_tells_of_its_node() -> None:
     links = (HostLink(2.0, "1.0", RESOURCES), HostLink(0.5, "1.0", None))
     _, box = table.statuses([engine("box", each, link) for each, link in enumerate(links)])
     assert (box.state, box.beat_age_s, box.version, box.resources) == ("up", 0.5, "1.0", RESOURCES)
+
+
+def test_rpc_servers_make_their_machines_known() -> None:
+    """One that an engine uses shows that its node is there."""
+    table = NodeTable()
+    table.update({})
+    servers = [RpcServerStatus(node="box", model="m", state="ready"), RpcServerStatus(node="away", model="m")]
+    _, away, box = table.statuses([], servers)
+    assert [(each.name, each.state, each.rpc_servers) for each in (away, box)] == [
+        ("away", "down", (servers[1],)),
+        ("box", "up", (servers[0],)),
+    ]
+
+
+def test_drain_names_what_it_waits_for() -> None:
+    """Turns of engines there, and of those that use its devices; nothing before the drain and after it."""
+    table = NodeTable()
+    busy = replace(engine("box"), status=replace(READY, running=2))
+    servers = [
+        RpcServerStatus(node="box", model="large", state="ready", running=1),
+        RpcServerStatus(node="box", model="other", state="starting"),
+        RpcServerStatus(node="box", model="idle", state="ready"),
+    ]
+    assert table.statuses([busy], servers)[1].drain_waits_for == ()
+    table.drain("box")
+    assert table.statuses([busy], servers)[1].drain_waits_for == (
+        "2 running turns of m",
+        "1 running turn of large",
+        "the engine of other, which loads",
+    )
+    table.finish_drain("box")
+    assert table.statuses([busy], servers)[1].drain_waits_for == ()
 
 
 def test_unreachable_cluster_says_nothing_about_nodes() -> None:
