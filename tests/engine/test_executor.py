@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from inferencecenter.engine.sampling.constraint import Constraint
 
 PROMPT = list(b"hello")
+MANY = tuple("abcdefgh")
+"""As many turns as are sampled on two threads."""
 
 
 class FaultyEcho(EchoBackend):
     """An echo backend whose next operations can be made to fail, and that counts its samplers."""
 
-    def __init__(self, *, slots: int = 4) -> None:
+    def __init__(self, *, slots: int = 8) -> None:
         super().__init__(EngineOptions(backend="echo", parent_pid=0, slots=slots, n_ctx=64))
         self.lose: tuple[int, ...] | None = None
         self.refuse_cut = False
@@ -233,35 +235,36 @@ def test_ended_turn_is_dropped_with_its_sampler(bench: Bench) -> None:
 
 
 def test_rows_are_sampled_on_several_threads(bench: Bench) -> None:
-    """Two rows wait for each other while sampling, which works only if both are sampled concurrently."""
-    for turn_id in ("a", "b"):
+    """Rows wait in pairs for each other while sampling, which works only if two are sampled concurrently."""
+    for turn_id in MANY:
         bench.add(turn_id)
-    bench.start("a", "b")
+    bench.start(*MANY)
     barrier = threading.Barrier(2)
     for sampler in bench.backend.samplers:
         sampler.barrier = barrier
-    outcome, events = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
-    assert outcome.sampled == {"a": ord("e"), "b": ord("e")}
-    assert [event.turn_id for event in events] == ["a", "b"]
+    outcome, events = bench.decode(*((slot, turn_id, ord("h")) for slot, turn_id in enumerate(MANY)))
+    assert outcome.sampled == dict.fromkeys(MANY, ord("e"))
+    assert [event.turn_id for event in events] == list(MANY)
 
 
-def test_one_row_is_sampled_in_place(bench: Bench) -> None:
-    """A single row uses no worker thread."""
-    bench.add("t")
-    bench.start("t")
-    assert bench.backend.samplers[0].threads == [threading.get_ident()]
+def test_few_rows_are_sampled_in_place(bench: Bench) -> None:
+    """One row less uses no worker thread."""
+    for turn_id in MANY[1:]:
+        bench.add(turn_id)
+    bench.start(*MANY[1:])
+    assert [sampler.threads for sampler in bench.backend.samplers] == [[threading.get_ident()]] * len(MANY[1:])
 
 
 def test_sampling_does_not_wait_for_busy_workers(bench: Bench, pool: ThreadPoolExecutor) -> None:
     """With all workers tokenizing, the caller samples every row itself."""
-    for turn_id in ("a", "b", "c"):
+    for turn_id in MANY:
         bench.add(turn_id)
     busy = threading.Event()
     waiting = [pool.submit(busy.wait, 60) for _ in range(2)]
-    outcome, _ = bench.start("a", "b", "c")
+    outcome, _ = bench.start(*MANY)
     assert not any(each.done() for each in waiting)
     busy.set()
-    assert outcome.sampled.keys() == {"a", "b", "c"}
+    assert outcome.sampled.keys() == set(MANY)
 
 
 def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
