@@ -15,7 +15,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from inferencecenter.cli.reach import DaemonAccess
     from inferencecenter.protocol.base import Request
@@ -51,38 +51,33 @@ def status(  # noqa: PLR0913 - one argument an option
     _print(nodes, json=json)
 
 
-@app.command("drain")
-def drain(  # noqa: PLR0913 - one argument an option
-    node: NodeArgument,
-    *,
-    config: ConfigOption = None,
-    state_dir: StateDirOption = None,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Move the sessions of a machine to other ones, before it is stopped; `cluster status` shows when that is done."""
-    settings = load_settings(config, given(state_dir=state_dir))
-    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
-    _print(_exchange(daemon, requests.DrainNode(op="drain_node", node=node)), json=json)
+def _add_node_command(name: str, purpose: str, request: Callable[[str], Request]) -> None:
+    """Add a command that sends a request about one machine, and shows all of them."""
+
+    @app.command(name, help=purpose)
+    def command(  # noqa: PLR0913 - one argument an option
+        node: NodeArgument,
+        *,
+        config: ConfigOption = None,
+        state_dir: StateDirOption = None,
+        url: UrlOption = None,
+        token: TokenOption = None,
+        token_file: TokenFileOption = None,
+        json: JsonOption = False,
+    ) -> None:
+        settings = load_settings(config, given(state_dir=state_dir))
+        daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
+        _print(_exchange(daemon, request(node)), json=json)
 
 
-@app.command("undrain")
-def undrain(  # noqa: PLR0913 - one argument an option
-    node: NodeArgument,
-    *,
-    config: ConfigOption = None,
-    state_dir: StateDirOption = None,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Use a machine again that was drained."""
-    settings = load_settings(config, given(state_dir=state_dir))
-    daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
-    _print(_exchange(daemon, requests.UndrainNode(op="undrain_node", node=node)), json=json)
+_add_node_command(
+    "drain",
+    "Move the sessions of a machine to other ones, before it is stopped; `cluster status` shows when that is done.",
+    lambda node: requests.DrainNode(op="drain_node", node=node),
+)
+_add_node_command(
+    "undrain", "Use a machine again that was drained.", lambda node: requests.UndrainNode(op="undrain_node", node=node)
+)
 
 
 def _print(nodes: tuple[ClusterNode, ...], *, json: bool) -> None:
@@ -107,7 +102,7 @@ def _exchange(daemon: DaemonAccess, request: Request) -> tuple[ClusterNode, ...]
 def _cells(node: ClusterNode) -> Iterator[str]:
     yield node.name
     yield node.address or "-"
-    yield node.state if node.drain == "none" else f"{node.state}, {node.drain}"
+    yield _state(node)
     yield str(node.sessions)
     yield "-" if node.heartbeat_age_s is None else f"{node.heartbeat_age_s:.1f} s"
     yield node.version or "-"
@@ -116,10 +111,20 @@ def _cells(node: ClusterNode) -> Iterator[str]:
     yield "; ".join(_engines(node)) or "-"
 
 
+def _state(node: ClusterNode) -> str:
+    if node.drain == "none":
+        return node.state
+    waits = f" (waits for {', '.join(node.drain_waits_for)})" if node.drain_waits_for else ""
+    return f"{node.state}, {node.drain}{waits}"
+
+
 def _engines(node: ClusterNode) -> Iterator[str]:
     for engine in node.engines:
         detail = f" ({engine.detail})" if engine.detail else ""
         yield f"{engine.model}/{engine.replica} {engine.state}{detail}"
+    for server in node.rpc_servers:
+        detail = f" ({server.detail})" if server.detail else ""
+        yield f"RPC server of {server.model} {server.state}{detail}"
 
 
 def _memory(used_mb: float | None, total_mb: float | None) -> str:

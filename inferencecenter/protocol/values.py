@@ -622,6 +622,18 @@ class ClusterEngine(Value):
     sessions: int = Field(description="Sessions whose KV it has.")
 
 
+class ClusterRpcServer(Value):
+    """An RPC server of llama.cpp on a machine of the cluster, for a model with `rpc_nodes`."""
+
+    model: str = Field(description="The model.")
+    state: Literal["stopped", "starting", "ready", "missing"] = Field(
+        description="`ready` if the model's engine uses it, `missing` if the engine runs or waits without it, "
+        "`stopped` if there is no engine."
+    )
+    detail: str = Field(default="", description="Why it is missing, as text.")
+    running: int = Field(default=0, description="Turns of the model with a slot, while the server is used.")
+
+
 class ClusterGpu(Value):
     """A GPU of a machine of the cluster."""
 
@@ -643,12 +655,18 @@ class ClusterNode(Value):
     drain: Literal["none", "draining", "drained"] = Field(
         description="Whether its sessions are being moved to other machines, or were."
     )
+    drain_waits_for: tuple[str, ...] = Field(
+        default=(), description="What is not done yet while it is `draining`, as text."
+    )
     version: str | None = Field(default=None, description="Version of its engines.")
     heartbeat_age_s: float | None = Field(
         default=None, description="Seconds since the last heartbeat of any of its engines."
     )
     sessions: int = Field(description="Sessions whose KV is there.")
     engines: tuple[ClusterEngine, ...] = Field(description="Its engines, loaded or not.")
+    rpc_servers: tuple[ClusterRpcServer, ...] = Field(
+        default=(), description="Its RPC servers, for the engines of the daemon's machine that use its devices."
+    )
     ram_used_mb: float | None = Field(default=None, description="Main memory in use, in MiB.")
     ram_total_mb: float | None = Field(default=None, description="Main memory, in MiB.")
     gpus: tuple[ClusterGpu, ...] = Field(default=(), description="Its GPUs.")

@@ -240,6 +240,8 @@ def _show_node(metrics: NodeMetrics, node: NodeStatus) -> None:
     metrics.sessions.labels(label).set(node.sessions)
     if node.name == LOCAL_NODE:
         return
+    for server in node.rpc_servers:
+        metrics.rpc_servers_used.labels(label, label_text(server.model)).set(server.state == "ready")
     if node.beat_age_s is not None:
         metrics.heartbeat_age_s.labels(label).set(node.beat_age_s)
     metrics.link_sent_bytes.labels(label).value = node.traffic.sent_bytes

@@ -69,6 +69,9 @@ class NodeMetrics:
             "drain", "1 for the current state of a machine: none, draining or drained.", "node", "state"
         )
         self.sessions = self._gauge("sessions", "Sessions whose KV is on a machine.", "node")
+        self.rpc_servers_used = self._gauge(
+            "rpc_servers_used", "1 if a model's engine uses its RPC server on another machine.", "node", "model"
+        )
         self.heartbeat_age_s = self._gauge(
             "heartbeat_age_seconds", "Time since the last heartbeat of any engine on another machine.", "node"
         )

@@ -9,6 +9,7 @@ from inferencecenter.ipc.link import NodeGpu, NodeResources
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.server.status_pages import show_nodes
 from inferencecenter.supervisor.nodes import LinkTraffic, NodeEngine, NodeStatus
+from inferencecenter.supervisor.rpc_nodes import RpcServerStatus
 from inferencecenter.telemetry.metrics import DaemonMetrics
 
 HERE = EngineStatus(EngineState.READY, node="local", running=2, parked_bytes=7, parked_ram_bytes=3, restarts=1)
@@ -20,6 +21,10 @@ BOX = NodeStatus(
     beat_age_s=0.5,
     engines=(
         NodeEngine(node="box2", model="m", replica=1, status=THERE, sessions=9, traffic=LinkTraffic(100, 200, 3)),
+    ),
+    rpc_servers=(
+        RpcServerStatus(node="box2", model="large", state="ready"),
+        RpcServerStatus(node="box2", model="other", state="missing"),
     ),
     resources=NodeResources(ram_used_bytes=1, ram_total_bytes=2, gpus=(NodeGpu("GPU", 3, 4, 50.0), NodeGpu("", 5, 6))),
 )
@@ -68,6 +73,8 @@ def test_machines_of_the_cluster() -> None:
     assert shown(metrics, "state", node="box2", state="down") == 0
     assert shown(metrics, "drain", node="local", state="none") == 1
     assert shown(metrics, "sessions", node="box2") == 9
+    assert shown(metrics, "rpc_servers_used", node="box2", model="large") == 1
+    assert shown(metrics, "rpc_servers_used", node="box2", model="other") == 0
     assert shown(metrics, "heartbeat_age_seconds", node="box2") == 0.5
     assert shown(metrics, "heartbeat_age_seconds", node="local") is None
     assert shown(metrics, "link_sent_bytes_total", node="box2") == 100

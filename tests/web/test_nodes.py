@@ -11,7 +11,7 @@ import pytest
 from playwright.async_api import expect
 
 from inferencecenter.protocol.events import Nodes
-from inferencecenter.protocol.values import ClusterEngine, ClusterGpu, ClusterNode
+from inferencecenter.protocol.values import ClusterEngine, ClusterGpu, ClusterNode, ClusterRpcServer
 from tests.web.browser import DESKTOP, MARKS, PHONE, barriers
 from tests.web.test_dashboard import AdminStub, open_dashboard, plan
 from tests.web.test_screenshots import FOLDER_VARIABLE
@@ -72,10 +72,31 @@ NODES = (
         engines=(engine("qwen", 2, "backoff", detail="the connection to the engine on box3 was lost: no heartbeat"),),
     ),
     ClusterNode(
-        name="box4", address="10.0.0.4", state="up", drain="draining", heartbeat_age_s=0.2, sessions=4, engines=()
+        name="box4",
+        address="10.0.0.4",
+        state="up",
+        drain="draining",
+        drain_waits_for=("2 running turns of large",),
+        heartbeat_age_s=0.2,
+        sessions=4,
+        engines=(),
+        rpc_servers=(
+            ClusterRpcServer(model="large", state="ready", running=2),
+            ClusterRpcServer(model="larger", state="starting"),
+        ),
     ),
     ClusterNode(
-        name="box5", address="10.0.0.5", state="up", drain="drained", heartbeat_age_s=0.2, sessions=0, engines=()
+        name="box5",
+        address="10.0.0.5",
+        state="up",
+        drain="drained",
+        heartbeat_age_s=0.2,
+        sessions=0,
+        engines=(),
+        rpc_servers=(
+            ClusterRpcServer(model="large", state="missing", detail="it is drained"),
+            ClusterRpcServer(model="larger", state="stopped"),
+        ),
     ),
     ClusterNode(name="box6", state="unknown", drain="none", sessions=0, engines=()),
     ClusterNode(name="box7", address="10.0.0.7", state="up", drain="none", heartbeat_age_s=2.5, sessions=0, engines=()),
@@ -131,9 +152,10 @@ async def test_nodes_are_shown(browser: Browser, daemon: Daemon, look: str, tmp_
                 ("GPU 1", "512 MiB of 6 GiB", "Main memory", "4 GiB of 64 GiB", "gemma", "Loading the model 42 %"),
             ),
             (NODES[2].name, ("Lost", "Restarting", "no heartbeat")),
-            ("box4", ("Draining", "4 sessions", "No engines.")),
-            ("box5", ("Drained",)),
-            ("box6", ("Unknown",)),
+            ("box4", ("Draining", "4 sessions", "Waits for: 2 running turns of large")),
+            ("box4", ("Devices for large", "In use", "2 running", "Devices for larger", "Starting")),
+            ("box5", ("Drained", "Missing", "it is drained", "Not running")),
+            ("box6", ("Unknown", "No engines.")),
             ("box7", ("Heartbeat late", "heartbeat 2.5 s ago")),
         ):
             for each in words:

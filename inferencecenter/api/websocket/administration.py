@@ -23,6 +23,7 @@ from inferencecenter.protocol.values import (
     ClusterEngine,
     ClusterGpu,
     ClusterNode,
+    ClusterRpcServer,
     ConnectedClient,
     HistorySeries,
     UsageDay,
@@ -333,6 +334,7 @@ def _node(node: NodeStatus, local_gpus: Gpus) -> ClusterNode:
         address=node.address,
         state=node.state,
         drain=node.drain,
+        drain_waits_for=node.drain_waits_for,
         version=__version__ if node.name == LOCAL_NODE else node.version,
         heartbeat_age_s=None if node.beat_age_s is None else round(node.beat_age_s, 2),
         sessions=node.sessions,
@@ -348,6 +350,10 @@ def _node(node: NodeStatus, local_gpus: Gpus) -> ClusterNode:
                 sessions=engine.sessions,
             )
             for engine in node.engines
+        ),
+        rpc_servers=tuple(
+            ClusterRpcServer(model=server.model, state=server.state, detail=server.detail, running=server.running)
+            for server in node.rpc_servers
         ),
         ram_used_mb=None if known.ram_used_bytes is None else _mib(known.ram_used_bytes),
         ram_total_mb=None if known.ram_total_bytes is None else _mib(known.ram_total_bytes),

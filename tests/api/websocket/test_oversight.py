@@ -12,6 +12,7 @@ from inferencecenter.ipc.link import NodeGpu, NodeResources
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.sessions.store.archive import SessionLine, UsageLine, UsagePage
 from inferencecenter.supervisor.nodes import HostLink, NodeEngine, NodeStatus
+from inferencecenter.supervisor.rpc_nodes import RpcServerStatus
 from inferencecenter.telemetry import logs
 from tests.api.websocket.test_administration import audit_entries, connect
 from tests.server.harness import Running, ask, receive
@@ -217,7 +218,9 @@ async def test_operators_list_nodes(server: Running) -> None:
             name="box",
             address="10.0.0.2",
             state="up",
+            drain="draining",
             engines=(engine,),
+            rpc_servers=(RpcServerStatus(node="box", model="large", state="ready", running=2),),
             beat_age_s=link.beat_age_s,
             version=link.version,
             resources=resources,
@@ -234,7 +237,8 @@ async def test_operators_list_nodes(server: Running) -> None:
         "name": "box",
         "address": "10.0.0.2",
         "state": "up",
-        "drain": "none",
+        "drain": "draining",
+        "drain_waits_for": ["2 running turns of large"],
         "version": "1.0",
         "heartbeat_age_s": 0.12,
         "sessions": 0,
@@ -250,6 +254,7 @@ async def test_operators_list_nodes(server: Running) -> None:
                 "sessions": 0,
             }
         ],
+        "rpc_servers": [{"model": "large", "state": "ready", "detail": "", "running": 2}],
         "ram_used_mb": 1024.0,
         "ram_total_mb": 2048.0,
         "gpus": [{"name": "gpu", "used_mb": 1.0, "total_mb": 2.0}],

@@ -10,6 +10,7 @@ import { Panel } from "./panels.js";
 
 /** @typedef {import("../wire/types.js").ClusterNode} Node */
 /** @typedef {import("../wire/types.js").ClusterEngine} Engine */
+/** @typedef {import("../wire/types.js").ClusterRpcServer} RpcServer */
 /** @typedef {import("./facts.js").Mood} Mood */
 
 const EVERY_MS = 5000;
@@ -20,6 +21,8 @@ const LATE_S = 2;
 
 /** @type {Readonly<Record<string, Mood>>} */
 const MOODS = { up: "good", down: "bad", unknown: "calm", draining: "busy", drained: "calm" };
+/** @type {Readonly<Record<RpcServer["state"], Mood>>} */
+const RPC_MOODS = { stopped: "calm", starting: "busy", ready: "good", missing: "bad" };
 
 /** @param {{link: import("../wire/link.js").Link, active: boolean}} props */
 export function Nodes({ link, active }) {
@@ -47,12 +50,18 @@ function NodeItem({ node }) {
       <span class="pill" data-mood=${mood}>${state}</span>
     </div>
     <p class="model-facts">${nodeFacts(node).map((fact) => html`<span key=${fact}>${fact}</span>`)}</p>
+    ${node.drain_waits_for.length > 0 &&
+    html`<p class="hint">${t("nodes.waits_for", { what: node.drain_waits_for.join(", ") })}</p>`}
     ${gaugesOf(node).map((gauge) => html`<${Gauge} key=${gauge.key} ...${gauge} />`)}
     ${node.engines.length > 0 &&
     html`<ul class="node-engines" aria-label=${t("nodes.engines")}>
       ${node.engines.map((engine) => html`<${EngineItem} key=${`${engine.model}/${engine.replica}`} engine=${engine} />`)}
     </ul>`}
-    ${node.engines.length === 0 && html`<p class="hint">${t("nodes.no_engines")}</p>`}
+    ${node.rpc_servers.length > 0 &&
+    html`<ul class="node-engines" aria-label=${t("nodes.rpc_servers")}>
+      ${node.rpc_servers.map((server) => html`<${RpcServerItem} key=${server.model} server=${server} />`)}
+    </ul>`}
+    ${node.engines.length + node.rpc_servers.length === 0 && html`<p class="hint">${t("nodes.no_engines")}</p>`}
   </li>`;
 }
 
@@ -79,6 +88,19 @@ function EngineItem({ engine }) {
       <span>${t("nodes.sessions", { n: engine.sessions })}</span>
     </p>
     ${engine.detail && html`<p class="problem">${engine.detail}</p>`}
+  </li>`;
+}
+
+/** @param {{server: RpcServer}} props */
+function RpcServerItem({ server }) {
+  return html`<li>
+    <div class="node-head">
+      <span class="node-engine-name">${t("nodes.rpc_server", { model: server.model })}</span>
+      <span class="pill" data-mood=${RPC_MOODS[server.state] ?? "calm"}>${known("rpc", server.state) ?? server.state}</span>
+    </div>
+    ${server.state === "ready" &&
+    html`<p class="model-facts"><span>${t("nodes.running", { n: server.running })}</span></p>`}
+    ${server.detail && html`<p class="problem">${server.detail}</p>`}
   </li>`;
 }
 

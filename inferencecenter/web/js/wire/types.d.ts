@@ -389,6 +389,8 @@ export interface ClusterNode {
   state: "up" | "down" | "unknown";
   /** Whether its sessions are being moved to other machines, or were. */
   drain: "none" | "draining" | "drained";
+  /** What is not done yet while it is `draining`, as text. */
+  drain_waits_for: string[];
   /** Version of its engines. */
   version?: string;
   /** Seconds since the last heartbeat of any of its engines. */
@@ -397,12 +399,26 @@ export interface ClusterNode {
   sessions: number;
   /** Its engines, loaded or not. */
   engines: ClusterEngine[];
+  /** Its RPC servers, for the engines of the daemon's machine that use its devices. */
+  rpc_servers: ClusterRpcServer[];
   /** Main memory in use, in MiB. */
   ram_used_mb?: number;
   /** Main memory, in MiB. */
   ram_total_mb?: number;
   /** Its GPUs. */
   gpus: ClusterGpu[];
+}
+
+/** An RPC server of llama.cpp on a machine of the cluster, for a model with `rpc_nodes`. */
+export interface ClusterRpcServer {
+  /** The model. */
+  model: string;
+  /** `ready` if the model's engine uses it, `missing` if the engine runs or waits without it, `stopped` if there is no engine. */
+  state: "stopped" | "starting" | "ready" | "missing";
+  /** Why it is missing, as text. */
+  detail: string;
+  /** Turns of the model with a slot, while the server is used. */
+  running: number;
 }
 
 /** A client with open sockets. */
