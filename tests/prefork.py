@@ -29,7 +29,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +44,12 @@ _PYTHON: Final = [sys.executable, "-m"]
 _PACKAGES: Final = ("inferencecenter", "benchmarks", "tests", "http")
 _PRELOADED: Final = (
     "inferencecenter.cli.app",
+    "inferencecenter.cli.chat",
+    "inferencecenter.cli.model",
+    "inferencecenter.cli.run",
     "inferencecenter.cli.serve",
+    "inferencecenter.cli.stats",
+    "inferencecenter.cli.token",
     "inferencecenter.first_engine",
     "inferencecenter.daemon",
     "inferencecenter.api.operations",
@@ -55,6 +59,8 @@ _PRELOADED: Final = (
     "benchmarks.load",
     "tests.prebuilt",
 )
+_MCP: Final = ("mcp.server", "inferencecenter.mcp.connection")
+"""Imported for the first MCP server and the first daemon that uses one: 1.3 s of CPU time."""
 _MODULE: Final = "tests.prefork"
 _NEUTRAL: Final[dict[str, object]] = {
     "preexec_fn": None,
@@ -69,7 +75,11 @@ _NEUTRAL: Final[dict[str, object]] = {
 }
 """What a fork does not do; a start with other values is executed."""
 _READ_AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
-_PR_SET_CHILD_SUBREAPER: Final = 36
+_OF_FILES_AND_PIPES: Final = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUNBUFFERED")
+"""What Python reads at its start, but what does not change what a program does."""
+_PR_GET_TID_ADDRESS: Final = 40
+_SYS_CLONE: Final = 56 if os.uname().machine == "x86_64" else 220
+_CLONE_FLAGS: Final = 0x8000 | 0x200000 | 0x1000000  # PARENT, CHILD_CLEARTID, CHILD_SETTID
 _SENT_TO_GROUPS: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _MESSAGE_BYTES: Final = 2**20
 _ABOVE: Final = 512
@@ -130,7 +140,6 @@ class _Template:
 
     def __init__(self, run: Callable[[socket.socket], Callable[[], object]]) -> None:
         self._lock = threading.Lock()
-        self._prctl = ctypes.CDLL(None).prctl
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._wait = run(theirs)
@@ -141,17 +150,10 @@ class _Template:
         self._wait()
 
     def start(self, program: _Program, given: Sequence[int]) -> int:
-        """Fork a program and return its process id.
-
-        The template's child, which forks it and ends, leaves it to this process, the nearest subreaper.
-        """
+        """Fork a program, a child of this process, and return its process id."""
         with self._lock:
-            self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            try:
-                socket.send_fds(self._socket, [json.dumps(asdict(program)).encode()], given)
-                return int(self._socket.recv(_MESSAGE_BYTES))
-            finally:
-                self._prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            socket.send_fds(self._socket, [json.dumps(asdict(program)).encode()], given)
+            return int(self._socket.recv(_MESSAGE_BYTES))
 
 
 _templates: list[_Template] = []
@@ -236,7 +238,9 @@ def install(start: Callable[[_Program, Sequence[int]], int] = _start_by_template
 
     def execute_child(popen: subprocess.Popen[Any], *arguments: Any) -> None:
         asked = _signature.bind(popen, *arguments).arguments
-        forkable = start is _start_by_template or bool(_templates) or _single_threaded()
+        # A program that has itself killed with its parent ends with the thread that started the template.
+        main = threading.current_thread() is threading.main_thread()
+        forkable = bool(_templates) or (main and (start is _start_by_template or _single_threaded()))
         if (program := _program(asked)) is None or not forkable:
             _execute(popen, *arguments)
             return
@@ -297,7 +301,7 @@ def _read_at_exec(env: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in env.items() if name.startswith(_READ_AT_EXEC)}
     if found.get("PYTHONPATH") == str(_ROOT):
         del found["PYTHONPATH"]
-    return found
+    return {name: value for name, value in found.items() if name not in _OF_FILES_AND_PIPES}
 
 
 def _single_threaded() -> bool:
@@ -321,19 +325,35 @@ def _serve(asked: socket.socket) -> tuple[_Program, list[int]]:
         data, fds, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, _ABOVE // 2)
         if not data:
             os._exit(0)
-        told, telling = os.pipe()
-        if (between := os.fork()) == 0:
-            parent = os.getpid()
-            if (pid := os.fork()) != 0:
-                os.write(telling, str(pid).encode())
-                os._exit(0)
-            while os.getppid() == parent:  # a program may have itself killed with its parent
-                time.sleep(0.0005)
-            return _Program(**json.loads(data)), fds
-        os.waitpid(between, 0)
-        asked.send(os.read(told, 32))
-        for fd in (told, telling, *fds):
+        program = _Program(**json.loads(data))
+        if program.module == "tests.mcp.server" or "INFERENCECENTER_MCP" in program.env:
+            for name in _MCP:
+                importlib.import_module(name)
+        if (pid := _fork_sibling()) == 0:
+            return program, fds
+        asked.send(str(pid).encode())
+        for fd in fds:
             os.close(fd)
+
+
+def _fork_sibling() -> int:
+    """Fork this process, which has one thread, as a child of its parent; return the process id, 0 in the fork.
+
+    It is the system call, since no function of the C library does this. The C library keeps the id of a thread in
+    memory, which the kernel writes in the fork, where it writes it for the library's ``fork``, too.
+    """
+    library, python = ctypes.PyDLL(None, use_errno=True), ctypes.pythonapi
+    thread_id = ctypes.c_void_p()
+    assert library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(thread_id), 0, 0, 0) == 0, "the kernel tells the address"
+    python.PyOS_BeforeFork()
+    arguments = [ctypes.c_ulong(_CLONE_FLAGS), None, None, thread_id, thread_id]  # the last two: the order differs
+    pid = int(library.syscall(ctypes.c_long(_SYS_CLONE), *arguments))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+        assert pid > 0, os.strerror(ctypes.get_errno())
+    return pid
 
 
 def _main() -> NoReturn:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.client.peer import Peer
 
 TIMEOUT_S = 60
+ON_TERMINAL = (sys.executable, "-m", "tests.cli.terminal")
 
 
 async def run_chat(cli: Cli, monkeypatch: pytest.MonkeyPatch, url: str, lines: str, *options: str) -> Result:
@@ -43,11 +44,8 @@ def chat_on_terminal(url: str, *options: str) -> Iterator[tuple[subprocess.Popen
     """Run a chat on its own terminal; yields the process and the terminal's other end."""
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
-    command = [sys.executable, "-m", "inferencecenter", "chat", "--url", url, "--token", "ic_a_b", *options]
-    # A separate session makes the terminal the controlling one, so that ^C becomes a signal.
-    process = subprocess.Popen(
-        [sys.executable, "-c", CONTROL, *command], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
+    command = [*ON_TERMINAL, "chat", "--url", url, "--token", "ic_a_b", *options]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
         yield process, ours
@@ -55,16 +53,6 @@ def chat_on_terminal(url: str, *options: str) -> Iterator[tuple[subprocess.Popen
         process.kill()
         process.wait()
         os.close(ours)
-
-
-# As a shell starts a program; the test runner may ignore ^C, which a child would inherit.
-CONTROL = """
-import fcntl, os, signal, sys, termios
-os.setsid()
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
 
 
 class Screen:

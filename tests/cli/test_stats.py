@@ -9,7 +9,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import termios
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from websockets import ConnectionClosed
 from inferencecenter.cli.stats import Monitor
 from inferencecenter.client import Client, Timing
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from tests.cli.chat_harness import CONTROL, Screen
+from tests.cli.chat_harness import ON_TERMINAL, Screen
 from tests.cli.test_stats_view import GPU, busy_summary
 from tests.client.peer import AUTH_SUCCESS, HELLO
 
@@ -203,9 +202,9 @@ def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]
     """Run stats on its own terminal; yields the process and both ends."""
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
-    command = [sys.executable, "-m", "inferencecenter", "stats", "--url", url, "--token", "t", "--interval", "0.1"]
+    command = [*ON_TERMINAL, "stats", "--url", url, "--token", "t", "--interval", "0.1"]
     process = subprocess.Popen(
-        [sys.executable, "-c", CONTROL, *command],
+        command,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
