@@ -8,6 +8,7 @@ import errno
 import importlib.metadata
 import importlib.util
 import ipaddress
+import os
 import socket
 import sys
 from dataclasses import dataclass
@@ -47,13 +48,36 @@ _PRIVATE_HINT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
+class DaemonPort:
+    """A port at which the daemon listens for other machines: its setting, the names of its checks, and its purpose."""
+
+    setting: str
+    listener: str
+    reach: str
+    purpose: str
+
+
+HOSTS: Final = DaemonPort("cluster.port", "cluster listener", "daemon", "engines connect to it")
+FILES: Final = DaemonPort(
+    "cluster.files_port", "cluster files listener", "daemon files", "missing model files are copied from it"
+)
+RPC: Final = DaemonPort(
+    "cluster.rpc_port", "cluster RPC listener", "daemon RPC", "engines use devices of `rpc_nodes` through it"
+)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterReport:
-    """What was found out about a cluster; ``anonymous`` is the head's answer to a process without the token."""
+    """What was found out about a cluster; ``anonymous`` is the head's answer to a process without the token.
+
+    Nodes were asked whether they reach ``ports``.
+    """
 
     probe: ProbeReply
     anonymous: ProbeReply
     facts: tuple[NodeFacts, ...] = ()
     problem: str = ""
+    ports: tuple[DaemonPort, ...] = ()
 
 
 def devices_of_nodes(settings: Settings, spec: ModelSpec) -> tuple[Device, ...]:
@@ -85,33 +109,59 @@ def front_checks(settings: Settings) -> list[Check]:
     if (missing := packages()) is not None:
         return [missing]
     token_file = token_path(settings.cluster.token_file)
-    listen = (settings.cluster.listen or address.rsplit(":", 1)[0], settings.cluster.port)
-    results = [token(token_file), *public_addresses(address, listen[0])]
+    host = settings.cluster.listen or address.rsplit(":", 1)[0]
+    results = [token(token_file), *public_addresses(address, host)]
     if (certificates := authority(settings.state_dir)) is not None:
         results.append(certificates)
     specs = _specs(settings)
-    with _Listening(*listen) as listening:
-        results.append(listening.check)
-        results.extend(_cluster(address, token_file, listener=listening.address, specs=specs))
+    ports = {HOSTS: settings.cluster.port, FILES: settings.cluster.files_port}
+    if any(spec.rpc_nodes for spec in specs):
+        ports[RPC] = settings.cluster.rpc_port
+    with contextlib.ExitStack() as held:
+        listening = [held.enter_context(_Listening(port, host, number)) for port, number in ports.items()]
+        results.extend(each.check for each in listening)
+        listeners = {each.port: each.address for each in listening if each.address is not None}
+        results.extend(_cluster(address, token_file, listeners=listeners, specs=specs))
     return results
 
 
-def node_checks(address: str, token_file: Path | None, front: str | None) -> list[Check]:
+def node_checks(
+    address: str,
+    token_file: Path | None,
+    front: str | None,
+    *,
+    files_port: int | None = None,
+    rpc_port: int | None = None,
+) -> list[Check]:
     """Check this machine as a node of the cluster with this head; the daemon's listener is at ``front``."""
     if (missing := packages()) is not None:
         return [missing]
     path = token_path(token_file)
-    front = front or f"{address.rsplit(':', 1)[0]}:{ClusterSettings().port}"
-    results = [token(path), *public_addresses(address, None)]
-    if problem := unreachable(front):
-        hint = (
-            "Start the daemon, and open the port for this machine: engines here connect to it. Name another address "
-            "with --front if cluster.listen or cluster.port is set."
-        )
-        results.append(Check("daemon", CheckResult.WARNING, f"{front}: {problem}", hint))
-    else:
-        results.append(Check("daemon", CheckResult.OK, f"{front} can be reached"))
-    return [*results, *_cluster(address, path, listener=None, specs=())]
+    defaults = ClusterSettings()
+    front = front or f"{address.rsplit(':', 1)[0]}:{defaults.port}"
+    host = front.rsplit(":", 1)[0]
+    return [
+        token(path),
+        *public_addresses(address, None),
+        _reach(HOSTS, front, "--front if cluster.listen or cluster.port is set"),
+        _reach(FILES, f"{host}:{files_port or defaults.files_port}", "--files-port if cluster.files_port is set"),
+        _reach(RPC, f"{host}:{rpc_port or defaults.rpc_port}", "--rpc-port if cluster.rpc_port is set"),
+        *_cluster(address, path, listeners={}, specs=()),
+    ]
+
+
+def _reach(port: DaemonPort, address: str, option: str) -> Check:
+    """Check that this machine reaches a port of the daemon."""
+    problem = unreachable(address)
+    if not problem:
+        return Check(port.reach, CheckResult.OK, f"{address} can be reached")
+    if port is RPC and problem == os.strerror(errno.ECONNREFUSED):
+        detail = f"{address}: {problem}; the daemon opens it for the first engine with `rpc_nodes`"
+        return Check(port.reach, CheckResult.OK, detail)
+    hint = (
+        f"Start the daemon, and open {port.setting} for this machine: {port.purpose}. Name another one with {option}."
+    )
+    return Check(port.reach, CheckResult.WARNING, f"{address}: {problem}", hint)
 
 
 def packages() -> Check | None:
@@ -205,25 +255,30 @@ def _validity(path: Path, pem: bytes, now: datetime) -> Check:
 class _Listening:
     """Listens where the daemon will, unless it does: so nodes can try to connect meanwhile."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, port: DaemonPort, host: str, number: int) -> None:
+        self.port = port
         self._host = host
-        self._port = port
+        self._number = number
         self._socket: socket.socket | None = None
         self.address: tuple[str, int] | None = None
-        self.check = Check("cluster listener", CheckResult.OK, f"{host}:{port} is free")
+        self.check = Check(port.listener, CheckResult.OK, f"{host}:{number} is free")
 
     def __enter__(self) -> _Listening:
-        where = f"{self._host}:{self._port}"
+        where = f"{self._host}:{self._number}"
+        name = self.port.listener
         try:
-            self._socket = socket.create_server((self._host, self._port))
+            self._socket = socket.create_server((self._host, self._number))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                self.address = (self._host, self._port)
-                self.check = Check("cluster listener", CheckResult.OK, f"{where} is in use, by the daemon if it runs")
+                self.address = (self._host, self._number)
+                self.check = Check(name, CheckResult.OK, f"{where} is in use, by the daemon if it runs")
             else:
-                hint = "Set cluster.listen to an address of this machine, and cluster.port to a port that it may use."
+                hint = (
+                    f"Set cluster.listen to an address of this machine, and {self.port.setting} to a port that it may "
+                    "use."
+                )
                 detail = f"{where}: {error.strerror or error}"
-                self.check = Check("cluster listener", CheckResult.FAILED, detail, hint, ErrorCode.INVALID_CONFIG)
+                self.check = Check(name, CheckResult.FAILED, detail, hint, ErrorCode.INVALID_CONFIG)
         else:
             self.address = (self._host, self._socket.getsockname()[1])
         return self
@@ -244,28 +299,33 @@ def unreachable(address: str) -> str:
 
 
 def _specs(settings: Settings) -> tuple[ModelSpec, ...]:
-    """Return the models that run on other machines; a registry that cannot be read has its own check."""
+    """Return the models that use other machines; a registry that cannot be read has its own check."""
     with contextlib.suppress(InferenceCenterError):
-        return tuple(each for each in read_registry(settings).models.values() if set(each.nodes) != {LOCAL_NODE})
+        specs = read_registry(settings).models.values()
+        return tuple(each for each in specs if set(each.nodes) != {LOCAL_NODE} or each.rpc_nodes)
     return ()
 
 
 def _cluster(
-    address: str, token_file: Path, *, listener: tuple[str, int] | None, specs: Sequence[ModelSpec]
+    address: str,
+    token_file: Path,
+    *,
+    listeners: Mapping[DaemonPort, tuple[str, int]],
+    specs: Sequence[ModelSpec],
 ) -> list[Check]:
     """Check the head, and through it the nodes."""
     if problem := unreachable(address):
         hint = "Start `inferencecenter node head` there, and open its ports for this machine."
         detail = f"{address}: {problem}"
         return [Check("cluster head", CheckResult.FAILED, detail, hint, ErrorCode.ENGINE_UNAVAILABLE)]
-    files = _files(specs)
-    report = asyncio.run(_examine(address, token_file, tuple(files.values()), listener))
+    files = _files([spec for spec in specs if not spec.rpc_nodes])
+    report = asyncio.run(_examine(address, token_file, tuple(files.values()), listeners))
     results = [head(address, report.probe), authentication(report.anonymous)]
     if report.problem:
         hint = "This machine must be a node too: run `inferencecenter node head` or `node join` here."
         results.append(Check("cluster node", CheckResult.FAILED, report.problem, hint, ErrorCode.ENGINE_UNAVAILABLE))
-    wanted = {node: [each for each in specs if node in each.nodes] for each in specs for node in each.nodes}
-    wanted.pop(LOCAL_NODE, None)
+    named = {node for each in specs for node in (*each.nodes, *each.rpc_nodes)} - {LOCAL_NODE}
+    wanted = {node: [each for each in specs if node in (*each.nodes, *each.rpc_nodes)] for node in named}
     return [*results, *nodes(report, wanted, files)]
 
 
@@ -279,7 +339,7 @@ def _files(specs: Sequence[ModelSpec]) -> dict[Path, ModelFile]:
 
 
 async def _examine(
-    address: str, token_file: Path, files: tuple[ModelFile, ...], listener: tuple[str, int] | None
+    address: str, token_file: Path, files: tuple[ModelFile, ...], listeners: Mapping[DaemonPort, tuple[str, int]]
 ) -> ClusterReport:
     from inferencecenter.cluster.ray_cluster import RayCluster, probe_head  # noqa: PLC0415 - only for a cluster
 
@@ -291,7 +351,8 @@ async def _examine(
         return ClusterReport(probe, anonymous)
     cluster = RayCluster(address, token_file=token_file)
     try:
-        return ClusterReport(probe, anonymous, await cluster.examine(files=files, listener=listener))
+        facts = await cluster.examine(files=files, listeners=tuple(listeners.values()))
+        return ClusterReport(probe, anonymous, facts, ports=tuple(listeners))
     except OSError as error:
         return ClusterReport(probe, anonymous, problem=reason_of(error))
     finally:
@@ -337,13 +398,17 @@ def nodes(
         for name in sorted(wanted.keys() - joined):
             known: RayNode | None = next((each for each in report.probe.nodes if each.name == name), None)
             detail = f"has left; it was at {known.address}" if known else "has not joined"
+            settings = sorted({"rpc_nodes" if each.rpc_nodes else "nodes" for each in wanted[name]})
             models = ", ".join(each.name for each in wanted[name])
-            hint = f"Start `inferencecenter node join` there, or take it out of `nodes` of {models}."
+            hint = (
+                f"Start `inferencecenter node join` there, or take it out of `{'` and `'.join(settings)}` of {models}."
+            )
             results.append(Check(f"node {name}", CheckResult.WARNING, detail, hint))
     for facts in report.facts:
-        own = {str(path) for spec in wanted.get(facts.name, ()) for path in spec.files}
+        own = {str(path) for spec in wanted.get(facts.name, ()) if not spec.rpc_nodes for path in spec.files}
         verdicts = dict(zip(map(str, files), facts.files, strict=False))
-        problems = tuple(_problems(facts, {path: verdict for path, verdict in verdicts.items() if path in own}))
+        own_verdicts = {path: verdict for path, verdict in verdicts.items() if path in own}
+        problems = tuple(_problems(facts, own_verdicts, report.ports))
         bindings = f"llama-cpp-python {facts.llama_cpp}" if facts.llama_cpp else "no llama.cpp"
         described = f"version {facts.version}, {bindings}, clock {facts.clock_offset_s:+.3f} s"
         results.extend(problems or [Check(f"node {facts.name}", CheckResult.OK, described)])
@@ -357,7 +422,7 @@ def _bindings() -> str:
     return ""
 
 
-def _problems(facts: NodeFacts, files: Mapping[str, FileVerdict]) -> Iterator[Check]:
+def _problems(facts: NodeFacts, files: Mapping[str, FileVerdict], ports: Sequence[DaemonPort]) -> Iterator[Check]:
     name = f"node {facts.name}"
     unavailable = ErrorCode.ENGINE_UNAVAILABLE
     if facts.error:
@@ -379,10 +444,14 @@ def _problems(facts: NodeFacts, files: Mapping[str, FileVerdict]) -> Iterator[Ch
         effect = "certificates are refused" if refused else "times in logs do not match"
         detail = f"its clock is {abs(facts.clock_offset_s):.1f} s {which}: {effect}"
         yield Check(name, verdict, detail, "Synchronize the clocks, for example by chrony.", unavailable)
-    if facts.unreachable:
-        detail = f"cannot connect to the daemon's listener: {facts.unreachable}"
-        hint = "Open cluster.port of this machine for it, or set cluster.listen to an address that it reaches."
-        yield Check(name, CheckResult.FAILED, detail, hint, unavailable)
+    for port, why in zip(ports, facts.unreachable, strict=False):
+        if why:
+            detail = f"cannot connect to {port.setting} of this machine: {why}"
+            hint = (
+                f"Open {port.setting} of this machine for it, or set cluster.listen to an address that it reaches: "
+                f"{port.purpose}."
+            )
+            yield Check(name, CheckResult.FAILED, detail, hint, unavailable)
     for path, found in files.items():
         if found == "different":
             hint = "The first engine there copies the daemon's file, and leaves this one as it is."

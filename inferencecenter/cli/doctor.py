@@ -167,6 +167,12 @@ def doctor(  # noqa: PLR0913 - one argument an option
             help="With --node: where the daemon listens for hosts, if not at the head, port 6381.", metavar="HOST:PORT"
         ),
     ] = None,
+    files_port: Annotated[
+        int | None, typer.Option(help="With --node: cluster.files_port of the daemon, if not 6382.", show_default=False)
+    ] = None,
+    rpc_port: Annotated[
+        int | None, typer.Option(help="With --node: cluster.rpc_port of the daemon, if not 6383.", show_default=False)
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="With --node: the cluster's token; ~/.ray/auth_token by default.")
     ] = None,
@@ -183,9 +189,12 @@ def doctor(  # noqa: PLR0913 - one argument an option
         return
     if vram or ram:
         raise typer.BadParameter("--vram and --ram describe a machine for --plan MODEL.")
-    if node is None and (front or token_file):
-        raise typer.BadParameter("--front and --token-file are for --node HOST.")
-    results = examine(config, state_dir) if node is None else examine_node(node, token_file, front)
+    if node is None and (front or files_port or rpc_port or token_file):
+        raise typer.BadParameter("--front, --files-port, --rpc-port and --token-file are for --node HOST.")
+    if node is None:
+        results = examine(config, state_dir)
+    else:
+        results = examine_node(node, token_file, front, files_port=files_port, rpc_port=rpc_port)
     if json:
         print_json([asdict(check) for check in results])
     else:
@@ -226,7 +235,9 @@ def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
     ]
 
 
-def examine_node(address: str, token_file: Path | None, front: str | None) -> list[Check]:
+def examine_node(
+    address: str, token_file: Path | None, front: str | None, *, files_port: int | None, rpc_port: int | None
+) -> list[Check]:
     """Run the checks of a machine that runs engines for a daemon elsewhere, which needs no settings."""
     host, port = split_address(address)
     gpu = checks.gpu()
@@ -235,5 +246,5 @@ def examine_node(address: str, token_file: Path | None, front: str | None) -> li
         checks.llama_cpp(needed=True, gpu=gpu.verdict is CheckResult.OK),
         gpu,
         checks.cores(),
-        *node_checks(f"{host}:{port}", token_file, front),
+        *node_checks(f"{host}:{port}", token_file, front, files_port=files_port, rpc_port=rpc_port),
     ]

@@ -68,8 +68,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine reports about itself for ``doctor``; only ``error`` if it cannot be asked.
 
     Its clock is ``clock_offset_s`` before this machine's, known to ``clock_error_s``. ``files`` are the verdicts on
-    those of the request, in their order, none from another version. ``unreachable`` says why it cannot connect to the
-    daemon's listener, empty if it can.
+    those of the request, in their order, none from another version. ``unreachable`` says for each of the request's
+    listeners why it cannot connect to it, empty if it can.
     """
 
     name: str
@@ -78,14 +78,14 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float = 0.0
     clock_error_s: float = 0.0
     files: tuple[FileVerdict, ...] = ()
-    unreachable: str = ""
+    unreachable: tuple[str, ...] = ()
     error: str = ""
 
 
 class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Start a host on a node, in place of an earlier one of the engine, list the nodes, or examine all of them.
 
-    To be examined are ``files``, and whether ``listener`` can be reached.
+    To be examined are ``files``, and whether ``listeners`` can be reached.
     """
 
     op: Literal["start", "nodes", "examine"]
@@ -94,7 +94,7 @@ class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     ticket: str = ""
     files: tuple[ModelFile, ...] = ()
-    listener: tuple[str, int] | None = None
+    listeners: tuple[tuple[str, int], ...] = ()
 
 
 class RayReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,14 +139,14 @@ class RayCluster:
         return (await self._request(RayRequest(op="nodes"))).nodes
 
     async def examine(
-        self, *, files: tuple[ModelFile, ...] = (), listener: tuple[str, int] | None = None
+        self, *, files: tuple[ModelFile, ...] = (), listeners: tuple[tuple[str, int], ...] = ()
     ) -> tuple[NodeFacts, ...]:
         """Return what the machines that have joined report about themselves; see ``RayRequest``.
 
         Raises:
             NodeUnreachableError: The cluster cannot be reached.
         """
-        return (await self._request(RayRequest(op="examine", files=files, listener=listener))).facts
+        return (await self._request(RayRequest(op="examine", files=files, listeners=listeners))).facts
 
     async def start_host(self, node: str, ticket: LinkTicket, *, module: str) -> None:
         """Start a host, which is this ``module``, on a machine, in place of an earlier one of the same engine.

@@ -56,11 +56,11 @@ class HostActor:
 class ExaminingActor:
     """The Ray actor that reports facts about its machine. Its code comes from the driver, whose version may differ."""
 
-    def facts(self, files: bytes, listener: tuple[str, int] | None) -> dict[str, Any]:
+    def facts(self, files: bytes, listeners: tuple[tuple[str, int], ...]) -> dict[str, Any]:
         """Return the fields of ``NodeFacts`` but the clock; ``files`` are a list of ``ModelFile`` as JSON."""
         import inferencecenter  # noqa: PLC0415 - that of the actor's machine
 
-        found: dict[str, Any] = {"version": inferencecenter.__version__, "llama_cpp": "", "unreachable": ""}
+        found: dict[str, Any] = {"version": inferencecenter.__version__, "llama_cpp": ""}
         with suppress(PackageNotFoundError):
             found["llama_cpp"] = version("llama-cpp-python")
         try:
@@ -69,16 +69,21 @@ class ExaminingActor:
             found["files"] = ()
         else:
             found["files"] = compare_files(files)
-        if listener is not None:
-            try:
-                socket.create_connection(listener, timeout=_REACH_TIMEOUT_S).close()
-            except OSError as error:
-                found["unreachable"] = error.strerror or str(error)
+        found["unreachable"] = tuple(map(_why_unreachable, listeners))
         return found
 
     def now(self) -> float:
         """Return the time of its clock."""
         return time.time()
+
+
+def _why_unreachable(listener: tuple[str, int]) -> str:
+    """Return why a listener cannot be reached; empty if it can."""
+    try:
+        socket.create_connection(listener, timeout=_REACH_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _examine(request: RayRequest) -> tuple[NodeFacts, ...]:
@@ -89,7 +94,7 @@ def _examine(request: RayRequest) -> tuple[NodeFacts, ...]:
         name: ray.remote(ExaminingActor).options(num_cpus=0, resources={node_resource(name): 0.001}).remote()
         for name in names
     }
-    asked = {name: actor.facts.remote(files, request.listener) for name, actor in actors.items()}
+    asked = {name: actor.facts.remote(files, request.listeners) for name, actor in actors.items()}
     until_s = time.monotonic() + _START_TIMEOUT_S
     found = []
     for name, actor in actors.items():

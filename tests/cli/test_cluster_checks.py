@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -14,6 +14,9 @@ from inferencecenter import __version__
 from inferencecenter.cli import cluster_checks
 from inferencecenter.cli.checks import Check, CheckResult
 from inferencecenter.cli.cluster_checks import (
+    FILES,
+    HOSTS,
+    RPC,
     ClusterReport,
     authentication,
     authority,
@@ -30,6 +33,7 @@ from inferencecenter.cluster.certificates import ClusterCertificates
 from inferencecenter.cluster.node import Node
 from inferencecenter.cluster.ray_cluster import NodeFacts, ProbeReply, RayNode
 from inferencecenter.config.settings import ClusterSettings, Settings
+from inferencecenter.hardware import ggml
 from inferencecenter.ipc.link import ModelFile, file_digest
 from inferencecenter.models.registry import read_registry
 from tests.cli.test_doctor import quick
@@ -50,7 +54,7 @@ PRIVATE = "10.0.0.1:6380"
 
 def report(*facts: NodeFacts, probe: ProbeReply = JOINED) -> ClusterReport:
     """Return a report about these nodes."""
-    return ClusterReport(probe, REFUSED, facts)
+    return ClusterReport(probe, REFUSED, facts, ports=(HOSTS, FILES, RPC))
 
 
 def found(check: Check) -> tuple[CheckResult, str]:
@@ -179,11 +183,17 @@ def test_good_node() -> None:
         ({"clock_offset_s": 5.0}, CheckResult.WARNING, ("5.0 s ahead", "Synchronize the clocks")),
         ({"clock_offset_s": -5.0}, CheckResult.WARNING, ("5.0 s behind",)),
         ({"clock_offset_s": -90_000.0}, CheckResult.FAILED, ("certificates are refused",)),
-        ({"unreachable": "Connection refused"}, CheckResult.FAILED, ("Connection refused", "Open cluster.port")),
+        ({"unreachable": ("refused", "", "")}, CheckResult.FAILED, ("refused", "Open cluster.port", "engines connect")),
+        (
+            {"unreachable": ("", "timed out", "")},
+            CheckResult.FAILED,
+            ("timed out", "cluster.files_port", "copied"),
+        ),
+        ({"unreachable": ("", "", "refused")}, CheckResult.FAILED, ("cluster.rpc_port", "refused", "`rpc_nodes`")),
         ({"error": "no worker"}, CheckResult.FAILED, ("no worker", "Ray's log")),
     ],
 )
-def test_mistakes_of_a_node(change: Mapping[str, str | float], verdict: CheckResult, texts: tuple[str, ...]) -> None:
+def test_mistakes_of_a_node(change: Mapping[str, Any], verdict: CheckResult, texts: tuple[str, ...]) -> None:
     """Each is named, with what to do."""
     (check,) = nodes(report(msgspec.structs.replace(GOOD, **change)), {}, {})
     check_verdict, text = found(check)
@@ -250,15 +260,63 @@ def test_head_that_is_not_there(tmp_path: Path, token_file: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     assert unreachable(address) == "Connection refused"
-    cluster = ClusterSettings(address=address, token_file=token_file, port=0)
+    cluster = ClusterSettings(address=address, token_file=token_file, port=0, files_port=0)
     checks = {check.name: check for check in front_checks(Settings(state_dir=tmp_path, cluster=cluster))}
-    assert list(checks) == ["cluster token", "cluster listener", "cluster head"]
+    assert list(checks) == ["cluster token", "cluster listener", "cluster files listener", "cluster head"]
     assert found(checks["cluster head"])[0] is CheckResult.FAILED
     assert "node head" in checks["cluster head"].hint
     assert "is free" in checks["cluster listener"].detail
-    checks = {check.name: check for check in node_checks(address, token_file, None)}
-    assert list(checks) == ["cluster token", "daemon", "cluster head"]
+    port = int(address.rsplit(":", 1)[1])
+    nothing = node_checks(address, token_file, address, files_port=port, rpc_port=port)
+    checks = {check.name: check for check in nothing}
+    assert list(checks) == ["cluster token", "daemon", "daemon files", "daemon RPC", "cluster head"]
     assert found(checks["daemon"])[0] is CheckResult.WARNING
+    verdict, text = found(checks["daemon files"])
+    assert verdict is CheckResult.WARNING
+    assert "open cluster.files_port for this machine" in text
+    assert "--files-port" in text
+
+
+def test_ports_of_the_daemon_as_a_node_sees_them(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of RPC may be closed until an engine needs it, but not be filtered."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        closed_port = closed.getsockname()[1]
+    address = f"127.0.0.1:{closed_port}"
+    with socket.create_server(("127.0.0.1", 0)) as daemon:
+        port = daemon.getsockname()[1]
+        result = node_checks(address, token_file, f"127.0.0.1:{port}", files_port=port, rpc_port=closed_port)
+    checks = {check.name: check for check in result}
+    assert [found(checks[name])[0] for name in ("daemon", "daemon files", "daemon RPC")] == [CheckResult.OK] * 3
+    assert "opens it for the first engine" in checks["daemon RPC"].detail
+    monkeypatch.setattr(cluster_checks, "unreachable", lambda _: "timed out")
+    checks = {check.name: check for check in node_checks(address, token_file, None)}
+    verdict, text = found(checks["daemon RPC"])
+    assert verdict is CheckResult.WARNING
+    assert "127.0.0.1:6383: timed out" in text
+    assert "open cluster.rpc_port" in text
+
+
+def test_port_of_rpc_is_checked_where_a_model_needs_it(
+    tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes of such a model have to join, and need no files."""
+    model = tmp_path / "big.gguf"
+    model.write_bytes(b"GGUF")
+    settings = Settings.model_validate(
+        {
+            "state_dir": tmp_path,
+            "cluster": {"address": "127.0.0.1:1", "token_file": token_file, "port": 0, "files_port": 0, "rpc_port": 0},
+            "models": {"big": {"path": model, "rpc_nodes": ["box3"]}},
+            "model": {"name": "big"},
+        }
+    )
+    monkeypatch.setattr(ggml, "reaches_servers", lambda: True)
+    spec = read_registry(settings).models["big"]
+    checks = {check.name: check for check in front_checks(settings)}
+    assert "is free" in checks["cluster RPC listener"].detail
+    (check,) = nodes(report(), {"box3": (spec,)}, {})
+    assert check.detail == "has not joined"
+    assert "take it out of `rpc_nodes` of big" in check.hint
 
 
 def test_listener_of_another_machine_fails(tmp_path: Path, token_file: Path) -> None:

@@ -293,6 +293,7 @@ def test_doctor_examines_nodes(cluster: Cluster, tmp_path: Path) -> None:
     assert {name: check["verdict"] for name, check in good.items() if re.match("cluster|node", name)} == {
         "cluster token": "ok",
         "cluster listener": "ok",
+        "cluster files listener": "ok",
         "cluster head": "ok",
         "cluster authentication": "ok",
         "node one": "ok",
