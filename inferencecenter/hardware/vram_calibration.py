@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
-import structlog
 
-from inferencecenter.core.errors import reason_of
+from inferencecenter.core.json_file import JsonFile
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _MOST_ENTRIES: Final = 256
 PLAN_FILE: Final = "plan.json"
-_MAX_FILE_BYTES: Final = 2**20
 _MAX_BYTES: Final = 2**50
 _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]
-
-_log = structlog.get_logger(__name__)
 
 
 class VramCorrection(msgspec.Struct, frozen=True):
@@ -35,14 +29,8 @@ class VramCalibration:
     """The corrections by model and GPU. A file that cannot be read or written only costs accuracy."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._entries: dict[str, VramCorrection] = {}
-        try:
-            self._entries = _read(path)
-        except FileNotFoundError:
-            pass
-        except Exception as error:  # noqa: BLE001 - other programs may have changed the file
-            _log.warning("corrections_unreadable", path=str(path), reason=reason_of(error))
+        self._file = JsonFile(path, dict[str, VramCorrection], name="corrections")
+        self._entries = _latest(self._file.read() or {})
 
     def extra_bytes(self, model: str, device: str) -> int:
         """Return the correction of an estimate; 0 for a model that was never loaded on that GPU."""
@@ -54,21 +42,11 @@ class VramCalibration:
         key = _key(model, device)
         self._entries.pop(key, None)
         self._entries[key] = VramCorrection(used_bytes - estimated_bytes, estimated_bytes, used_bytes)
-        self._entries = dict(list(self._entries.items())[-_MOST_ENTRIES:])
-        fresh = self._path.with_suffix(".new")
-        try:
-            # Keys contain texts of drivers.
-            fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._entries)))
-            os.replace(fresh, self._path)  # noqa: PTH105 - atomic, and one call
-        except (OSError, ValueError) as error:
-            _log.warning("corrections_not_written", path=str(self._path), reason=reason_of(error))
-            with contextlib.suppress(OSError):
-                fresh.unlink(missing_ok=True)
+        self._entries = _latest(self._entries)
+        self._file.write(self._entries)
 
 
-def _read(path: Path) -> dict[str, VramCorrection]:
-    with path.open("rb") as file:
-        entries = msgspec.json.decode(file.read(_MAX_FILE_BYTES), type=dict[str, VramCorrection])
+def _latest(entries: dict[str, VramCorrection]) -> dict[str, VramCorrection]:
     return dict(list(entries.items())[-_MOST_ENTRIES:])
 
 

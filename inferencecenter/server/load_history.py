@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import orjson
 import structlog
 
 from inferencecenter.core.errors import ErrorCode
+from inferencecenter.core.private_file import write_private
 from inferencecenter.core.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -310,10 +310,7 @@ def _read(history: LoadHistory, path: Path) -> None:
 
 
 def _write(path: Path, dumped: bytes) -> None:
-    fresh = path.with_suffix(".new")
     try:
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(dumped)
-        os.replace(fresh, path)  # noqa: PTH105 - atomic, and one call
+        write_private(path, dumped, durable=False)
     except OSError as error:
         _log.warning("load_history_not_written", path=str(path), reason=str(error))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import msgspec
-import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
+from inferencecenter.core.json_file import JsonFile
 from inferencecenter.core.private_file import write_private
 from inferencecenter.hardware.memory import machine_memory
 from inferencecenter.ipc.link import NodeGpu, NodeResources
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 NodeState: TypeAlias = Literal["up", "down", "unknown"]
 """``unknown``: the cluster does not answer, and no engine there is connected."""
 DrainState: TypeAlias = Literal["none", "draining", "drained"]
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +162,9 @@ class NodeTable:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._listeners: list[Callable[[], None]] = []
-        self._drained: set[str] = set()
+        found = None if path is None else JsonFile(path, set[str], name="drained_nodes").read()
+        self._drained = found or set()
         self._draining: set[str] = set()
-        if path is not None:
-            try:
-                self._drained = msgspec.json.decode(path.read_bytes(), type=set[str])
-            except FileNotFoundError:
-                pass
-            except (OSError, msgspec.MsgspecError) as error:
-                _log.warning("drained_nodes_unreadable", path=str(path), reason=reason_of(error))
         self._joined: Mapping[str, JoinedNode] = {}
         self._is_current = False
 

@@ -23,8 +23,6 @@ cancelled turn is not cleared.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -32,7 +30,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.json_file import JsonFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 PROVEN_TOKENS: Final = 16
 ISOLATED_AFTER: Final = 2
 """Suspicions after which a turn is isolated."""
-_MAX_FILE_BYTES: Final = 2**20
 
 _log = structlog.get_logger(__name__)
 
@@ -262,14 +260,8 @@ class PoisonTurnStore:
     """The suspected turns by model. A file that cannot be read or written only loses the suspicions."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._models: dict[str, SuspectedTurns] = {}
-        try:
-            self._models = _read(path)
-        except FileNotFoundError:
-            pass
-        except Exception as error:  # noqa: BLE001 - other programs may have changed the file
-            _log.warning("suspects_unreadable", path=str(path), reason=reason_of(error))
+        self._file = JsonFile(path, dict[str, SuspectedTurns], name="suspects")
+        self._models = self._file.read() or {}
 
     def of(self, model: str) -> SuspectedTurns:
         """Return the suspicions stored for a model."""
@@ -287,16 +279,4 @@ class PoisonTurnStore:
             return
         self._models[model] = suspected
         self._models = {name: each for name, each in self._models.items() if each.times}
-        fresh = self._path.with_suffix(".new")
-        try:
-            fresh.write_bytes(msgspec.json.encode(self._models))
-            os.replace(fresh, self._path)  # noqa: PTH105 - atomic, and one call
-        except OSError as error:
-            _log.warning("suspects_not_written", path=str(self._path), reason=reason_of(error))
-            with contextlib.suppress(OSError):
-                fresh.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, SuspectedTurns]:
-    with path.open("rb") as file:
-        return msgspec.json.decode(file.read(_MAX_FILE_BYTES), type=dict[str, SuspectedTurns])
+        self._file.write(self._models)

@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import hmac
 import itertools
-import os
 import secrets
 import time
 from collections import defaultdict, deque
@@ -28,7 +27,7 @@ import msgspec
 import structlog
 
 from inferencecenter import __version__
-from inferencecenter.core.errors import reason_of
+from inferencecenter.core.json_file import JsonFile
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.gguf import SHARD
 from inferencecenter.ipc.channel import Channel
@@ -126,14 +125,8 @@ class HostRegistry:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._engines: dict[str, _Registration] = {}
-        try:
-            self._engines = msgspec.json.decode(path.read_bytes(), type=dict[str, _Registration])
-        except FileNotFoundError:
-            pass
-        except (OSError, msgspec.MsgspecError) as error:
-            _log.warning("hosts_unreadable", path=str(path), reason=reason_of(error))
+        self._file = JsonFile(path, dict[str, _Registration], name="hosts")
+        self._engines = self._file.read() or {}
 
     def issue(self, engine: str) -> tuple[int, str]:
         """Return a new epoch and its key; hosts of earlier epochs are refused from now on."""
@@ -141,7 +134,7 @@ class HostRegistry:
         # The time keeps epochs rising where the file is lost.
         epoch = max(self._of(engine).epoch + 1, time.time_ns() // 1_000_000)
         self._engines[engine] = _Registration(epoch=epoch, key=_digest(key))
-        self._write()
+        self._file.write(self._engines)
         return epoch, key
 
     def admit(self, hello: HostHello) -> str | None:
@@ -159,7 +152,7 @@ class HostRegistry:
             return None
         resume_key = secrets.token_hex(_KEY_BYTES)
         self._engines[hello.engine] = _Registration(epoch=known.epoch, resume_key=_digest(resume_key))
-        self._write()
+        self._file.write(self._engines)
         return resume_key
 
     def is_connected(self, engine: str, epoch: int, key: str) -> bool:
@@ -174,19 +167,10 @@ class HostRegistry:
     def end(self, engine: str) -> None:
         """Accept no host for an engine until the next ticket."""
         self._engines[engine] = _Registration(epoch=self._of(engine).epoch)
-        self._write()
+        self._file.write(self._engines)
 
     def _of(self, engine: str) -> _Registration:
         return self._engines.get(engine, _Registration())
-
-    def _write(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        try:
-            fresh.touch(mode=0o600)
-            fresh.write_bytes(msgspec.json.encode(self._engines))
-            os.replace(fresh, self._path)  # noqa: PTH105 - atomic, and one call
-        except OSError as error:
-            _log.warning("hosts_not_written", path=str(self._path), reason=reason_of(error))
 
 
 def _digest(key: str) -> str:
