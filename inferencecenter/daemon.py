@@ -703,7 +703,7 @@ def _allow_many_sockets() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-only but for what it works on
+def make_models(  # noqa: PLR0913 - keyword-only but for what it works on
     settings: Settings,
     registry: Registry,
     *,
@@ -753,7 +753,7 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
     ) -> Replica:
         parts = _on_machine(settings, spec, index, node, cluster=cluster, calibration=calibration, share=share)
         launcher, planner = parts.launcher, parts.planner
-        options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index))
+        options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec, replica=index, node=node))
         if first is None and first_engine is not None:
             launcher, planner, options = first_engine.launcher, first_engine.planner, first_engine.options
         elif first is None:
@@ -777,7 +777,7 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
         rpc = None if parts.rpc_servers is None else RpcNodes(supervisor, parts.rpc_servers)
-        return Replica(supervisor, planner, rates or ReplicaRates(), host=parts.host, rpc=rpc)
+        return Replica(supervisor, planner, spec, rates or ReplicaRates(), host=parts.host, rpc=rpc)
 
     def make(spec: ModelSpec, admit: Callable[[ModelEngine], Awaitable[bool]]) -> ManagedModel:
         if not spec.is_on_nodes:
@@ -787,30 +787,27 @@ def make_models(  # noqa: C901, PLR0913 - functions that make parts; keyword-onl
         async def admit_replica(supervisor: Supervisor) -> bool:
             return await admit(replica_set) and supervisor.wanted
 
-        replicas: list[Replica] = []
         suspicions: dict[str, Suspicion] = {}
 
-        def make_one(index: int, node: str) -> Replica:
+        def make_one(spec: ModelSpec, index: int, node: str) -> Replica:
             return make_replica(
                 spec,
                 index,
                 node=node,
-                share=_local_share(spec, index, replicas),
+                share=_local_share(spec, index, lambda: loaded_siblings(replica_set.replicas, index)),
                 suspicions=suspicions,
                 rates=ReplicaRates(),
                 admit=admit_replica,
                 ends_with_it=lambda _: ends_daemon(replica_set),
             )
 
-        for index, node in enumerate(spec.nodes):
-            replicas.append(make_one(index, node))
         replica_set = ReplicaSet(
-            replicas,
+            spec,
             make=make_one,
             is_drained=_drained_nodes(cluster),
             placed=metrics.engines.placement_counter(spec.name),
         )
-        return ManagedModel(spec, replicas[0].planner, replica_set)
+        return ManagedModel(spec, replica_set.replicas[0].planner, replica_set)
 
     models = ModelManager(
         registry,
@@ -871,12 +868,12 @@ def _drained_nodes(cluster: EngineCluster | None) -> Callable[[str], bool]:
     return (lambda _: False) if cluster is None else cluster.nodes.is_drained
 
 
-def _local_share(spec: ModelSpec, index: int, replicas: Sequence[Replica]) -> ReplicaShare | None:
+def _local_share(spec: ModelSpec, index: int, siblings: Callable[[], Sequence[Planner]]) -> ReplicaShare | None:
     """Return a replica's part of this machine; ``None`` if it is the only one here."""
     local = [each for each, node in enumerate(spec.nodes) if node == LOCAL_NODE]
     if len(local) < 2 or index not in local:
         return None
-    return ReplicaShare(local.index(index), len(local), siblings=partial(loaded_siblings, replicas, index))
+    return ReplicaShare(local.index(index), len(local), siblings=siblings)
 
 
 def _measure_step(meter: StepMeter, rates: ReplicaRates, step: StepOutput) -> None:

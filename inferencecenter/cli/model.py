@@ -117,6 +117,10 @@ def state(model: ModelSummary) -> str:
     if model.replicas:
         n_loaded = sum(each.state == "loaded" for each in model.replicas)
         words = f"{words}, {n_loaded} of {len(model.replicas)} replicas"
+    if model.roll is not None and model.roll.failed:
+        words = f"{words}, change failed: {model.roll.detail}"
+    elif model.roll is not None:
+        words = f"{words}, {model.roll.done} of {model.roll.total} replaced"
     return f"{words}: {model.detail}" if model.state == "failed" and model.detail else words
 
 

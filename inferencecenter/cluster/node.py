@@ -19,6 +19,7 @@ from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.link import ModelFile, file_digest
+from inferencecenter.supervisor.engine_options import clipped_to_free
 from inferencecenter.supervisor.nodes import machine_resources
 from inferencecenter.supervisor.planning import Planner
 
@@ -98,7 +99,8 @@ class Node:
             for path, files in groups.items()
         }
         kv = options.kv
-        ram_dir = Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - a directory writable by others is refused
+        ram = Path(f"/dev/shm/{APP_NAME}-{os.getuid()}")  # noqa: S108 - a directory writable by others is refused
+        ram_dir = ram / _short(str(self.directory)) / kv.ram_dir.name
         options = options.replace(
             model_path=paths.get(options.model_path, options.model_path),
             draft_path=paths.get(options.draft_path, options.draft_path),
@@ -108,7 +110,8 @@ class Node:
             ),
             kv=kv.model_copy(
                 update={
-                    "ram_dir": ram_dir / _short(str(self.directory)) / kv.ram_dir.name,
+                    "ram_dir": ram_dir,
+                    "ram_bytes": clipped_to_free(ram_dir, kv.ram_bytes),
                     "disk_dir": self.directory / "kv" / kv.disk_dir.name,
                 }
             ),

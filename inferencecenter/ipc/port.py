@@ -38,6 +38,19 @@ class EngineState(StrEnum):
 _SERVING: Final = (EngineState.READY, EngineState.SUSPENDING, EngineState.ASLEEP)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollStatus:
+    """A change of a model that replaces its replicas one after the other: ``done`` of ``total`` are replaced.
+
+    It has ``failed`` if the former replicas were put back, with the reason in ``detail``.
+    """
+
+    done: int
+    total: int
+    failed: bool = False
+    detail: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot of the engine for hello, readiness, metrics and status.
@@ -48,7 +61,7 @@ class EngineStatus:
     machine of a replica, and ``copying`` the progress of copying a file there, as text.
 
     Of a model with several ``replicas`` it is the state of the most usable one, the sum of their figures, and a
-    ``model`` with the slots of all.
+    ``model`` with the slots of all. ``roll`` is the change that replaces them, or the last one if it failed.
     """
 
     state: EngineState
@@ -66,6 +79,7 @@ class EngineStatus:
     node: str = ""
     copying: str = ""
     replicas: tuple[EngineStatus, ...] = ()
+    roll: RollStatus | None = None
 
     @property
     def description(self) -> str:

@@ -684,6 +684,17 @@ class ReplicaSummary(Value):
     restarts: int = Field(default=0, description="Restarts after a loss.")
 
 
+class ModelRoll(Value):
+    """A changed entry of a model, whose engines are replaced one after the other."""
+
+    done: int = Field(description="Engines that are replaced, added or removed.")
+    total: int = Field(description="All that are to be.")
+    failed: bool = Field(
+        default=False, description="Whether a new one could not be loaded, and the former ones were put back."
+    )
+    detail: str = Field(default="", description="Why it failed, as text.")
+
+
 class ModelSummary(Value):
     """A model in a list; values that are unknown before it is loaded are absent."""
 
@@ -707,6 +718,10 @@ class ModelSummary(Value):
     vision: bool = Field(default=False, description="Whether it takes images.")
     replicas: tuple[ReplicaSummary, ...] | None = Field(
         default=None, description="Its engines, if it has several; `slots` are those of all."
+    )
+    roll: ModelRoll | None = Field(
+        default=None,
+        description="The change of its entry that is being applied to its engines, or the last if it failed.",
     )
 
 

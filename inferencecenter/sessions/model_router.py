@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
@@ -11,6 +10,7 @@ import orjson
 import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.model_fingerprint import fingerprint
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.params import Params, merge, parse_params
 from inferencecenter.sessions.prompt.renderer import InlineRenderer, RawText
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.context import SessionConfig
     from inferencecenter.sessions.prompt.renderer import PromptRenderer, PromptRenderers
 
-_FINGERPRINT_CHARS: Final = 32
 _RETRY_MS: Final = 1000
 _LOST: Final = (EngineState.BACKOFF, EngineState.FAILED)
 
@@ -222,25 +221,6 @@ def recommended_params(model: ModelInfo) -> Params:
     except (InferenceCenterError, orjson.JSONDecodeError) as error:
         _log.warning("model_recommendation_ignored", model=model.name, reason=str(error))
         return Params()
-
-
-def fingerprint(model: ModelInfo) -> str:
-    """Return a digest of the model's properties that determine its token ids and its prompt format.
-
-    Names are part of it, because two vocabularies of one size can differ.
-    """
-    meaning = (
-        model.name,
-        model.architecture,
-        model.n_params,
-        model.n_vocab,
-        model.chat_template,
-        model.bos_token,
-        model.eos_token,
-        model.add_bos,
-        model.special_tokens,
-    )
-    return hashlib.sha256(orjson.dumps(meaning)).hexdigest()[:_FINGERPRINT_CHARS]
 
 
 def _generates_nothing(name: str, kind: str) -> InferenceCenterError:

@@ -13,6 +13,7 @@ import structlog
 from inferencecenter.hardware.placement import MIB
 from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
 from inferencecenter.ipc.engine_options import EngineOptions, KvCachePaths
+from inferencecenter.models.registry import LOCAL_NODE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,22 +28,24 @@ _log = structlog.get_logger(__name__)
 _MAX_WORKER_THREADS: Final = 8
 
 
-def kv_cache_paths(settings: KvSettings, state_dir: Path, spec: ModelSpec, *, replica: int = 0) -> KvCachePaths:
+def kv_cache_paths(
+    settings: KvSettings, state_dir: Path, spec: ModelSpec, *, replica: int = 0, node: str = LOCAL_NODE
+) -> KvCachePaths:
     """Return the KV cache paths of a model's replica, which only the daemon with this ``state_dir`` uses.
 
-    The replicas divide the model's budgets equally; the first has the paths of a model without replicas.
-
-    The size in memory is clipped to what the file system has free, with a log line: a tmpfs may be small (64 MiB in
-    most containers), and a page that does not fit kills the process that writes it.
+    The replicas on a machine divide the model's budgets equally; the first has the paths of a model without replicas.
+    The host of one on another machine has directories of its own, and clips the size in memory there.
     """
     name = replica_key(spec, replica)
+    n_there = max(1, spec.nodes.count(node))  # a machine that has joined is not named
+    ram_bytes = settings.ram_mib * MIB // n_there if settings.parking else 0
     ram_dir = _own(settings.ram_dir, state_dir) / name
     disk_dir = _own(settings.disk_dir or state_dir / "kv", state_dir) / name
     return KvCachePaths(
         ram_dir=ram_dir,
-        ram_bytes=_clipped(ram_dir, settings.ram_mib * MIB // spec.replicas) if settings.parking else 0,
+        ram_bytes=clipped_to_free(ram_dir, ram_bytes) if node == LOCAL_NODE else ram_bytes,
         disk_dir=disk_dir,
-        disk_bytes=settings.disk_mib * MIB // spec.replicas if settings.parking else 0,
+        disk_bytes=settings.disk_mib * MIB // n_there if settings.parking else 0,
         client_share=settings.client_share,
     )
 
@@ -83,7 +86,13 @@ def _own(directory: Path, state_dir: Path) -> Path:
     return directory / hashlib.sha256(bytes(state_dir)).hexdigest()[:_NAME_CHARS]
 
 
-def _clipped(ram_dir: Path, wanted_bytes: int) -> int:
+def clipped_to_free(ram_dir: Path, wanted_bytes: int) -> int:
+    """Return a size in memory that the file system of a directory has free, with a log line if it is smaller.
+
+    A tmpfs may be small (64 MiB in most containers), and a page that does not fit kills the process that writes it.
+    """
+    if not wanted_bytes:
+        return 0
     try:
         existing = next(place for place in (ram_dir, *ram_dir.parents) if place.exists())
         system = os.statvfs(existing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -16,7 +16,7 @@ from inferencecenter.hardware.placement import MIB
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.protocol.events import Swap
-from inferencecenter.protocol.values import ModelSummary, ReplicaSummary
+from inferencecenter.protocol.values import ModelRoll, ModelSummary, ReplicaSummary
 from inferencecenter.supervisor.engine_options import cache_key
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.model_cache import ModelCache
@@ -66,7 +66,7 @@ class ManagedModel:
     def engines(self) -> tuple[tuple[Supervisor, Planner], ...]:
         """Each engine, loaded or not, with its planner."""
         if isinstance(self.supervisor, ReplicaSet):
-            return tuple((each.supervisor, each.planner) for each in self.supervisor.replicas)
+            return tuple((each.supervisor, each.planner) for each in self.supervisor.all_replicas)
         return ((self.supervisor, self.planner),)
 
     @property
@@ -109,6 +109,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
     loaded = status.model
     fraction = round(status.load_fraction, 2) if _STATES.get(status.state) == "loading" else None
     replicas = tuple(map(_replica_summary, status.replicas)) or None
+    roll = None if status.roll is None else ModelRoll.model_validate(asdict(status.roll))
     if loaded is None:
         return ModelSummary(
             name=name,
@@ -119,6 +120,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
             detail=status.description,
             load_fraction=fraction,
             replicas=replicas,
+            roll=roll,
         )
     return ModelSummary(
         name=name,
@@ -134,6 +136,7 @@ def summary(name: str, model: ManagedModel | None, *, default: bool, kind: Model
         has_chat_template=bool(loaded.chat_template),
         load_fraction=fraction,
         replicas=replicas,
+        roll=roll,
     )
 
 
@@ -469,7 +472,8 @@ class ModelManager:
                 for rpc in self._on_rpc_nodes:
                     rpc.undrain()
                 return
-            await asyncio.gather(*(each.drain(name) for each in (*sets, *self._on_rpc_nodes)))
+            on_rpc_nodes = (rpc.drain(name) for rpc in self._on_rpc_nodes)
+            await asyncio.gather(*(each.drain(name) for each in sets), *on_rpc_nodes)
             nodes.finish_drain(name)
             _log.info("node_drained", node=name)
 
@@ -567,14 +571,41 @@ class ModelManager:
             self._registry = replace(registry, models=kept | changed)
             _log.info("models_applied", models=self.names, default=self._default)
 
+    async def _roll(self, old: ManagedModel, replicas: ReplicaSet, spec: ModelSpec) -> None:
+        """Replace the replicas of a model one after the other; if a new one cannot be loaded, the old ones stay."""
+        failures: list[str | None] = []
+
+        async def roll() -> None:
+            failures.append(await replicas.roll(spec))
+
+        # It is not cancelled with this task: an engine that is being ended has to be awaited.
+        await asyncio.shield(self._retiring.spawn(roll(), name="roll"))
+        if failures != [None]:
+            self._keep(old, failures[0] if failures else "an internal error")
+            return
+        rolled = ManagedModel(spec, replicas.replicas[0].planner, replicas)
+        self._models[spec.name] = self._begun[replicas] = rolled
+        _log.info("model_replaced", model=spec.name)
+        self._on_status(replicas, replicas.status)
+
+    def _keep(self, old: ManagedModel, reason: str | None) -> None:
+        """Keep a model that could not be replaced."""
+        _log.error("model_not_replaced", model=old.spec.name, reason=reason)
+        self._registry = replace(self._registry, models={**self._registry.models, old.spec.name: old.spec})
+
     async def _replace(self, old: ManagedModel, spec: ModelSpec) -> None:
         """Replace a model's engine; if the new one cannot be loaded, the old one stays.
 
-        The new one is loaded beside the old, unless both would keep KV in the same place: then the old one ends first,
-        and the new one continues its turns.
+        The new one is loaded beside the old, unless both would keep KV in the same place, or are on other machines,
+        where one engine would take the other's place: then the old one ends first. The new one continues its turns if
+        it would generate the same text.
         """
+        if isinstance(old.supervisor, ReplicaSet) and old.supervisor.can_roll(spec):
+            await self._roll(old, old.supervisor, spec)
+            return
         new = self._make(spec, self._model_cache.admit)
-        same_place = cache_key(spec) == cache_key(old.spec)
+        is_alike = cache_key(spec) == cache_key(old.spec)
+        same_place = is_alike or any({*each.nodes} - {LOCAL_NODE} or each.on_all_nodes for each in (spec, old.spec))
         was_loaded = old.supervisor.holds_memory
         if same_place:
             old.supervisor.pause(paused=True)
@@ -582,18 +613,17 @@ class ModelManager:
         self._begin(new, asleep=True)
         failure = await self._load(new, lambda _: None) if was_loaded else None
         if failure is not None:
-            _log.error("model_not_replaced", model=spec.name, reason=failure)
-            self._registry = replace(self._registry, models={**self._registry.models, spec.name: old.spec})
+            self._keep(old, failure)
             self._retire(new)
             old.supervisor.pause(paused=False)
             old.supervisor.wake(urgent=True)
             return
         self._models[spec.name] = new
         _log.info("model_replaced", model=spec.name)
-        old.supervisor.recall(begun=same_place)
+        old.supervisor.recall(begun=is_alike)
         old.supervisor.pause(paused=False)
         self._retire(old)
-        self._on_status(new, new.supervisor.status)
+        self._on_status(new.supervisor, new.supervisor.status)
 
     async def _fits_beside(self, engine: ModelEngine, others: Sequence[ModelEngine]) -> bool:
         """Return whether a model gets as much memory beside the loaded ones as it would alone.
@@ -626,21 +656,22 @@ class ModelManager:
     def _begin(self, model: ManagedModel, *, asleep: bool, after_crash: bool = False) -> None:
         self._begun[model.supervisor] = model
         self._model_cache.add(model.supervisor)
-        model.supervisor.subscribe(lambda status: self._on_status(model, status))
+        model.supervisor.subscribe(partial(self._on_status, model.supervisor))
         model.supervisor.start(asleep=asleep, after_crash=after_crash)
 
-    def _on_status(self, model: ManagedModel, status: EngineStatus) -> None:
+    def _on_status(self, engine: ModelEngine, status: EngineStatus) -> None:
         self._state_changed()
         self._model_cache.reevaluate()
-        if self._models.get(model.spec.name) is not model:
+        name = engine.name
+        if (model := self._models.get(name)) is None or model.supervisor is not engine:
             return
         for listener in self._model_listeners:
             try:
-                listener(model.spec.name, status)
+                listener(name, status)
             # The same border as in ``StatusListeners``.
             except Exception:  # noqa: BLE001
-                _log.exception("engine_listener_failed", model=model.spec.name, state=status.state.value)
-        if model.spec.name == self._default:
+                _log.exception("engine_listener_failed", model=name, state=status.state.value)
+        if name == self._default:
             self._listeners.notify(status)
 
     def _state_changed(self) -> None:

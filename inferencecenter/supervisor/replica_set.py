@@ -7,6 +7,12 @@ When an engine is lost, its turns go to another replica that is ready, without w
 recalled and submitted again, with what they have generated, as after any loss. Those that may have crashed it stay:
 they wait for their replica's next engine, and the others are safe from them (``poison_turns``). If the engine is not
 started again they leave too.
+
+When the model's entry changes, its replicas are replaced one after the other (``ReplicaSet.roll``, decision 54). The
+former one leaves its place to the new one at once, moves its turns to other replicas, and keeps only those that would
+continue with the weights of another file: they end on it. Then its engine ends and the next is started, so that all
+others serve meanwhile, and no memory is needed for one more. A replica whose file has other tokens or another chat
+template than the model that the set shows gets no turns, until the set shows its model: when half are replaced.
 """
 
 from __future__ import annotations
@@ -19,9 +25,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import structlog
 
-from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.model_fingerprint import fingerprint
+from inferencecenter.ipc.port import EngineState, EngineStatus, RollStatus
 from inferencecenter.models.registry import LOCAL_NODE
+from inferencecenter.supervisor.engine_options import cache_key
 from inferencecenter.supervisor.engine_status import StatusListeners
 from inferencecenter.supervisor.replica_placement import (
     ASSUMED_HELD_S,
@@ -36,7 +46,6 @@ from inferencecenter.supervisor.request_queue import queue_full
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import (
         Detokenized,
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
         TokensCounted,
     )
     from inferencecenter.ipc.port import EngineTurn, SessionKv
+    from inferencecenter.models.registry import ModelSpec
     from inferencecenter.supervisor.nodes import HostConnection
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.rpc_nodes import RpcNodes
@@ -68,18 +78,22 @@ _BY_USE: Final = (
 )
 """The states, most usable first."""
 
+_log = structlog.get_logger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine of a model.
+    """One engine of a model, for the entry ``spec``.
 
     For another machine, ``host`` has the connection to it; ``rpc`` are those whose devices it uses. ``losses`` counts
     its engines that were lost, and with them their KV; ``sessions`` those whose KV it has. One that is ``drained`` gets
-    no turns and is not started.
+    no turns and is not started. Replicas of equal ``weights`` continue each other's turns; those of equal ``tokens``
+    (empty before the first load) take each other's turns that have not begun.
     """
 
     supervisor: Supervisor
     planner: Planner
+    spec: ModelSpec
     rates: ReplicaRates = field(default_factory=ReplicaRates)
     host: HostConnection | None = None
     rpc: RpcNodes | None = None
@@ -87,6 +101,11 @@ class Replica:
     sessions: int = 0
     drained: bool = False
     starting_since_s: float | None = None
+    tokens: str = ""
+    weights: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = cache_key(self.spec)
 
     @property
     def node(self) -> str:
@@ -107,10 +126,11 @@ def loaded_siblings(replicas: Sequence[Replica], index: int) -> list[Planner]:
 
 @dataclass(frozen=True, slots=True)
 class _KvHolder:
-    """The replica that ran a session's last turn, and its losses then."""
+    """The replica that ran a session's last turn, with its losses and its weights then."""
 
     index: int
     losses: int
+    weights: str
 
 
 class ReplicaSet:
@@ -119,8 +139,8 @@ class ReplicaSet:
     Until it is started the first replica keeps all turns, so that suspicions of an earlier daemon find them.
 
     Args:
-        replicas: The replicas, all of the same model; one that is drained is replaced in this list.
-        make: Makes the replica of a number on a machine.
+        spec: The model's entry.
+        make: Makes the replica of a number on a machine, for an entry.
         is_drained: Returns whether a machine is drained.
         placed: Called with how each turn was placed.
         monotonic: Monotonic clock in seconds.
@@ -128,27 +148,35 @@ class ReplicaSet:
 
     def __init__(
         self,
-        replicas: list[Replica],
+        spec: ModelSpec,
         *,
-        make: Callable[[int, str], Replica] | None = None,
+        make: Callable[[ModelSpec, int, str], Replica],
         is_drained: Callable[[str], bool] = lambda _: False,
         placed: Callable[[PlacementKind], None] = lambda _: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.replicas = replicas
+        self._spec = spec
         self._make = make
+        self._is_drained = is_drained
+        self.replicas: list[Replica] = []
+        # Replicas that have left their places and still have turns.
+        self._leaving: list[Replica] = []
         self._placed = placed
         self._monotonic = monotonic
         self._listeners = StatusListeners()
         self._holders: OrderedDict[str, _KvHolder] = OrderedDict()
-        # Turns on their way from one replica to another.
-        self._moving: set[str] = set()
+        # Turns on their way from one replica to another, with the weights that began them.
+        self._moving: dict[str, str] = {}
         self._started = False
         self._model: ModelInfo | None = None
         self._model_key: tuple[ModelInfo, ...] = ()
-        for each in self.replicas:
-            each.drained = is_drained(each.node)
-            each.supervisor.subscribe(partial(self._on_status, each))
+        # What the replicas have whose model the set shows.
+        self._weights, self._tokens = cache_key(spec), ""
+        self._roll: RollStatus | None = None
+        self._state_event = asyncio.Event()
+        for index, node in enumerate(spec.nodes):
+            self.replicas.append(self._new(index, node))
+            self.replicas[index].drained = is_drained(node)
 
     def __repr__(self) -> str:
         states = ", ".join(each.state.value for each in self.replicas)
@@ -157,26 +185,33 @@ class ReplicaSet:
     # State.
 
     @property
+    def all_replicas(self) -> tuple[Replica, ...]:
+        """The replicas, and those that have left their places and still have turns."""
+        return (*self.replicas, *self._leaving)
+
+    @property
     def supervisors(self) -> tuple[Supervisor, ...]:
-        """The supervisors of all replicas."""
-        return tuple(each.supervisor for each in self.replicas)
+        """The supervisors of all these replicas."""
+        return tuple(each.supervisor for each in self.all_replicas)
 
     @property
     def status(self) -> EngineStatus:
         """The status of all replicas together; see ``EngineStatus``."""
         each = tuple(replica.supervisor.status for replica in self.replicas)
+        every = (*each, *(replica.supervisor.status for replica in self._leaving))
         first = min(each, key=lambda status: _BY_USE.index(status.state))
         return replace(
             first,
             model=self.model,
-            restarts=sum(status.restarts for status in each),
-            running=sum(status.running for status in each),
-            waiting=sum(status.waiting for status in each),
-            rss_bytes=sum(status.rss_bytes for status in each),
-            parked_sessions=sum(status.parked_sessions for status in each),
-            parked_bytes=sum(status.parked_bytes for status in each),
-            parked_ram_bytes=sum(status.parked_ram_bytes for status in each),
+            restarts=sum(status.restarts for status in every),
+            running=sum(status.running for status in every),
+            waiting=sum(status.waiting for status in every),
+            rss_bytes=sum(status.rss_bytes for status in every),
+            parked_sessions=sum(status.parked_sessions for status in every),
+            parked_bytes=sum(status.parked_bytes for status in every),
+            parked_ram_bytes=sum(status.parked_ram_bytes for status in every),
             replicas=each,
+            roll=self._roll,
         )
 
     @property
@@ -187,7 +222,8 @@ class ReplicaSet:
     @property
     def model(self) -> ModelInfo | None:
         """The model, with the slots of the replicas that have not failed and the shortest of their contexts."""
-        working = [each.supervisor for each in self._undrained if each.state is not EngineState.FAILED]
+        shown = [each for each in self._undrained if self._takes_new_turns(each)]
+        working = [each.supervisor for each in shown if each.state is not EngineState.FAILED]
         loaded = tuple(model for each in working or self.supervisors if (model := each.model) is not None)
         if loaded != self._model_key or self._model is None:
             self._model_key = loaded
@@ -344,22 +380,27 @@ class ReplicaSet:
         """
         leaving = [index for index, each in enumerate(self.replicas) if each.node == node and not each.drained]
         await asyncio.gather(*map(self._drain, leaving))
+        await self._until(lambda: all(each.node != node for each in self._leaving))
 
     async def _drain(self, index: int) -> None:
         replica = self.replicas[index]
         replica.drained = True
         self._hand_off(replica, suspects=False)
-        await replica.supervisor.withdraw(lambda: self._hand_off(replica, suspects=True))
-        self._replace(index, node=replica.node)
+        await replica.supervisor.withdraw(lambda: self._hand_off(replica, suspects=True, begun=True))
+        if replica in self.replicas:
+            self._replace(index, node=replica.node)
 
     def _replace(self, index: int, *, node: str) -> None:
         """Put a new replica into the place of one that was stopped; it is not started yet."""
-        assert self._make is not None, "its set can make replicas"
-        fresh = self._make(index, node)
+        fresh = self._new(index, node)
         fresh.drained, fresh.losses = True, self.replicas[index].losses + 1
-        fresh.supervisor.subscribe(partial(self._on_status, fresh))
         self.replicas[index] = fresh
         self._listeners.notify(self.status)
+
+    def _new(self, index: int, node: str) -> Replica:
+        fresh = self._make(self._spec, index, node)
+        fresh.supervisor.subscribe(partial(self._on_status, fresh))
+        return fresh
 
     def undrain(self, node: str) -> None:
         """Run engines on a machine again."""
@@ -398,16 +439,180 @@ class ReplicaSet:
 
     def _add(self, node: str, joined: Collection[str]) -> None:
         """Add a replica that is not started yet, in the place of one whose machine has left if there are many."""
-        assert self._make is not None, "its set can make replicas"
         if len(self.replicas) < MAX_REPLICAS:
-            fresh = self._make(len(self.replicas), node)
+            fresh = self._new(len(self.replicas), node)
             fresh.drained = True
-            fresh.supervisor.subscribe(partial(self._on_status, fresh))
             self.replicas.append(fresh)
             return
         free = (index for index, each in enumerate(self.replicas) if each.drained and each.node not in joined)
         if (index := next(free, None)) is not None:
             self._replace(index, node=node)
+
+    # A changed entry.
+
+    def can_roll(self, spec: ModelSpec) -> bool:
+        """Return whether ``roll`` can change the replicas to those of an entry: none would go to another machine."""
+        return (
+            spec.is_on_nodes
+            and spec.on_all_nodes == self._spec.on_all_nodes
+            and all(each.node == node for each, node in zip(self.replicas, spec.nodes, strict=False))
+        )
+
+    async def roll(self, spec: ModelSpec) -> str | None:
+        """Replace the replicas by those of another entry, one after the other, and change their number at the end.
+
+        A step begins when all others that can serve do. The machine of a replica that cannot be reached gets the new
+        one too, and is not waited for. If a new one cannot be loaded, the former ones are put back.
+
+        Returns:
+            Why a new one could not be loaded.
+        """
+        before, self._spec = self._spec, spec
+        self._roll = RollStatus(done=0, total=self._n_steps)
+        _log.info("replicas_roll", model=self.name, steps=self._roll.total)
+        self._listeners.notify(self.status)
+        failure = await self._change_replicas()
+        if failure is None:
+            self._roll = None
+        else:
+            self._roll = replace(self._roll, failed=True, detail=failure)
+            _log.error("roll_failed", model=self.name, reason=failure, done=self._roll.done, total=self._roll.total)
+            self._spec = before
+            if (again := await self._change_replicas()) is not None:
+                _log.error("roll_not_undone", model=self.name, reason=again)
+        self._listeners.notify(self.status)
+        return failure
+
+    @property
+    def _n_steps(self) -> int:
+        n_replicas, n_wanted = len(self.replicas), self._n_wanted
+        return len(self._outdated(n_wanted)) + abs(n_wanted - n_replicas)
+
+    @property
+    def _n_wanted(self) -> int:
+        """The replicas of the entry; on all machines there are those that have joined too."""
+        return max(len(self.replicas), self._spec.replicas) if self._spec.on_all_nodes else self._spec.replicas
+
+    def _outdated(self, n_wanted: int) -> list[int]:
+        """Return the replicas that are to be replaced; one that is being drained is replaced by that."""
+        return [
+            index
+            for index, each in enumerate(self.replicas[:n_wanted])
+            if not _needs_no_change(each.spec, self._spec, each.node)
+            and (not each.drained or each.state is EngineState.STOPPED)
+        ]
+
+    async def _change_replicas(self) -> str | None:
+        """Make the replicas those of the entry; return why that failed."""
+        while self._started and len(self.replicas) > self._n_wanted:
+            await self._remove_last()
+            self._count_step()
+        while self._started and (outdated := self._outdated(self._n_wanted)):
+            # Those that do not serve first.
+            index = min(outdated, key=lambda each: self.replicas[each].state is EngineState.READY)
+            if (failure := await self._renew(index)) is not None:
+                return failure
+            self._count_step(index)
+        while self._started and (index := len(self.replicas)) < self._n_wanted:
+            self.replicas.append(self._new(index, self._spec.nodes[index]))
+            if (failure := await self._start(self.replicas[index], loads=self.holds_memory)) is not None:
+                return failure
+            self._count_step(index)
+        self._show(cache_key(self._spec))
+        return None
+
+    def _count_step(self, index: int | None = None) -> None:
+        if self._roll is not None and not self._roll.failed:
+            self._roll = replace(self._roll, done=self._roll.done + 1)
+            node = None if index is None else self.replicas[index].node
+            _log.info(
+                "replica_replaced" if index is not None else "replica_removed",
+                model=self.name,
+                replica=len(self.replicas) if index is None else index,
+                on=node,
+                done=self._roll.done,
+                total=self._roll.total,
+            )
+        self._listeners.notify(self.status)
+
+    async def _renew(self, index: int) -> str | None:
+        """Replace a replica, and wait until the new one is ready if the former was loaded or has failed."""
+        old = self.replicas[index]
+        if old.drained:
+            self._replace(index, node=old.node)
+            return None
+        await self._until(lambda: all(each is old or not _is_on_its_way(each) for each in self.replicas))
+        loads = old.supervisor.holds_memory or old.state is EngineState.FAILED
+        fresh = self._new(index, old.node)
+        fresh.losses = old.losses + 1
+        self.replicas[index] = fresh
+        if not any(each.state in _USABLE and not each.drained for each in self.replicas if each is not fresh):
+            # New turns wait for it; else it would only delay them.
+            fresh.supervisor.pause(paused=True)
+            fresh.supervisor.start(asleep=True)
+        await self._leave(old)
+        return await self._start(fresh, loads=loads)
+
+    async def _remove_last(self) -> None:
+        index = len(self.replicas) - 1
+        for session_id in [each for each, holder in self._holders.items() if holder.index == index]:
+            self._forget_holder(session_id)
+        await self._leave(self.replicas.pop())
+
+    async def _leave(self, old: Replica) -> None:
+        """End a replica that has left its place.
+
+        Turns that others continue have the patience of a swap. Those that no other may continue end here.
+        """
+        self._leaving.append(old)
+        try:
+            self._hand_off(old, suspects=False)
+            if self._n_like(old) == 0:
+                await old.supervisor.finish()
+            await old.supervisor.withdraw(lambda: self._hand_off(old, suspects=True, begun=True))
+        finally:
+            self._leaving.remove(old)
+            self._notify_waiters()
+
+    async def _start(self, fresh: Replica, *, loads: bool) -> str | None:
+        """Start a new replica; if it ``loads``, wait until it is ready, and return why it will not be."""
+        if not self._started:
+            return None
+        if self._is_drained(fresh.node):
+            fresh.drained = True
+            return None
+        supervisor = fresh.supervisor
+        if fresh.state is EngineState.STOPPED:
+            supervisor.start(asleep=True)
+        supervisor.pause(paused=False)
+        if loads:
+            supervisor.wake(urgent=True)
+            ended = (EngineState.FAILED, EngineState.DRAINING, EngineState.STOPPED)
+            await self._until(lambda: supervisor.loads > 0 or supervisor.unreachable or fresh.state in ended)
+            if fresh.state is EngineState.FAILED:
+                return supervisor.status.detail or "its engine has failed"
+        n_new = sum(each.weights == fresh.weights for each in self.replicas)
+        if 2 * n_new >= len(self.replicas) and supervisor.loads:
+            self._show(fresh.weights)
+        return None
+
+    def _show(self, weights: str) -> None:
+        """Show the model of the replicas with these weights; turns that wait for others with other tokens move."""
+        if weights == self._weights:
+            return
+        self._weights = weights
+        self._tokens = next((each.tokens for each in self.replicas if each.weights == weights and each.tokens), "")
+        for each in self.replicas:
+            if not self._takes_new_turns(each):
+                self._hand_off(each, suspects=False, begun=False)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._state_event.wait()
+
+    def _notify_waiters(self) -> None:
+        self._state_event.set()
+        self._state_event.clear()
 
     # The engine port.
 
@@ -418,18 +623,20 @@ class ReplicaSet:
             InferenceCenterError: See ``Supervisor.submit``; ``engine.max_queue`` limits the waiting turns of all
                 replicas together.
         """
-        index, kind = self._place(turn)
-        chosen = self.replicas[index]
         is_moved = turn.turn_id in self._moving
+        weights = self._begun_with(turn)
+        if weights is not None and (last := self._last_with(weights)) is not None:
+            return last.supervisor.submit(turn, accepted=True)
+        index, kind = self._place(turn, weights)
+        chosen = self.replicas[index]
         if not is_moved and chosen.supervisor.n_turns >= chosen.supervisor.slots:
             waiting = sum(max(0, each.n_turns - each.slots) for each in self.supervisors)
             if waiting >= self.options.max_queue:
                 raise queue_full(self.options.max_queue)
-        self._moving.discard(turn.turn_id)
         position = chosen.supervisor.submit(turn, accepted=is_moved)
         if (kv := turn.session_kv) is not None:
             self._forget_holder(kv.session_id)
-            self._holders[kv.session_id] = _KvHolder(index, chosen.losses)
+            self._holders[kv.session_id] = _KvHolder(index, chosen.losses, chosen.weights)
             chosen.sessions += 1
             if len(self._holders) > _MOST_SESSIONS:
                 self._forget_holder(next(iter(self._holders)))
@@ -438,7 +645,7 @@ class ReplicaSet:
 
     def abort(self, turn_id: str) -> None:
         """Request the turn's end; replicas that do not have it ignore that."""
-        self._moving.discard(turn_id)
+        self._moving.pop(turn_id, None)
         for each in self.supervisors:
             each.abort(turn_id)
 
@@ -469,13 +676,31 @@ class ReplicaSet:
         loads = [self._load(self.replicas[index]) for index in usable]
         return self.replicas[usable[choose_replica(loads)]].supervisor
 
-    def _place(self, turn: EngineTurn) -> tuple[int, PlacementKind]:
-        """Return the replica for a turn and why."""
+    def _begun_with(self, turn: EngineTurn) -> str | None:
+        """Return the weights that began a turn, which is moved here or has shifted its context; ``None`` for a new one.
+
+        A turn that an earlier daemon began has the present ones.
+        """
+        moved = self._moving.pop(turn.turn_id, None)
+        if not turn.n_tokens or moved is not None or (kv := turn.session_kv) is None:
+            return moved if turn.n_tokens else None
+        holder = self._holders.get(kv.session_id)
+        return None if holder is None else holder.weights
+
+    def _last_with(self, weights: str) -> Replica | None:
+        """Return the last replica with certain weights if it has left its place and ends its turns."""
+        if any(each.weights == weights for each in self._undrained):
+            return None
+        ending = (each for each in self._leaving if each.weights == weights)
+        return next((each for each in ending if each.state not in (EngineState.DRAINING, EngineState.STOPPED)), None)
+
+    def _place(self, turn: EngineTurn, weights: str | None) -> tuple[int, PlacementKind]:
+        """Return the replica for a turn and why; ``weights`` are those that began it."""
         kv = turn.session_kv
         holder = None if kv is None else self._holder(kv)
-        if holder is not None and self._confines(self.replicas[holder.index], turn):
+        if holder is not None and self._confines(self.replicas[holder.index], turn, weights):
             return holder.index, "kv"  # it shifts its context, and would crash the others too
-        usable = self._usable()
+        usable = self._usable(weights)
         last = usable.index(holder.index) if holder is not None and holder.index in usable else None
         holds = last if holder is not None and holder.losses == self.replicas[holder.index].losses else None
         index = usable[
@@ -493,8 +718,9 @@ class ReplicaSet:
         return index, "kv" if index == holder.index else "moved"
 
     @staticmethod
-    def _confines(replica: Replica, turn: EngineTurn) -> bool:
-        return not replica.drained and replica.supervisor.is_suspect(turn.turn_id)
+    def _confines(replica: Replica, turn: EngineTurn, weights: str | None) -> bool:
+        may_run = not replica.drained and weights in (None, replica.weights)
+        return may_run and replica.supervisor.is_suspect(turn.turn_id)
 
     def _holder(self, kv: SessionKv) -> _KvHolder | None:
         holder = self._holders.get(kv.session_id)
@@ -505,15 +731,39 @@ class ReplicaSet:
         if holder is not None and holder.losses == self.replicas[holder.index].losses:
             self.replicas[holder.index].sessions -= 1
 
-    def _usable(self) -> Sequence[int]:
+    def _takes_new_turns(self, replica: Replica) -> bool:
+        """Return whether it has the tokens and the chat template of the model that the set shows."""
+        return replica.weights == self._weights or (self._tokens != "" and replica.tokens == self._tokens)
+
+    def _n_like(self, replica: Replica) -> int:
+        """Return how many other replicas may continue the turns of one, also those that have begun."""
+        return sum(
+            each.weights == replica.weights and each is not replica and not each.drained and self._takes_new_turns(each)
+            for each in self.replicas
+        )
+
+    def _usable(self, weights: str | None = None) -> Sequence[int]:
         """Return the replicas to choose from: those that serve, else those that will, else the first.
 
-        One that isolates a suspect serves no other turn.
+        One that isolates a suspect serves no other turn. A turn that was begun with certain ``weights`` continues only
+        with them.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` if there are none with these weights.
         """
         if not self._started:
             return (0,)
         undrained = self._undrained
         numbered = [(index, each) for index, each in enumerate(self.replicas) if each in undrained]
+        if weights is not None:
+            numbered = [(index, each) for index, each in numbered if each.weights == weights]
+            if not numbered:
+                raise InferenceCenterError(
+                    ErrorCode.ENGINE_UNAVAILABLE,
+                    "The model was replaced, and the engine that began this answer is lost.",
+                )
+        else:
+            numbered = [each for each in numbered if self._takes_new_turns(each[1])] or numbered
         serving = [i for i, each in numbered if each.state in _USABLE and not each.supervisor.isolates]
         return (
             serving
@@ -549,6 +799,7 @@ class ReplicaSet:
     # Loss.
 
     def _on_status(self, replica: Replica, status: EngineStatus) -> None:
+        self._notify_waiters()
         match status.state:
             case EngineState.STARTING if replica.starting_since_s is None:
                 replica.starting_since_s = self._monotonic()
@@ -566,6 +817,11 @@ class ReplicaSet:
         if replica.starting_since_s is not None:
             replica.rates.loaded(self._monotonic() - replica.starting_since_s)
             replica.starting_since_s = None
+        model = replica.supervisor.model
+        assert model is not None, "it is ready"
+        replica.tokens = fingerprint(model)
+        if replica.weights == self._weights:
+            self._tokens = replica.tokens
         if self._started and not replica.supervisor.isolates:
             for each in self.replicas:
                 if each is not replica and (each.state is EngineState.BACKOFF or each.supervisor.isolates):
@@ -578,5 +834,20 @@ class ReplicaSet:
         if self._started and any(each.state in takes_over for each in self.replicas if each is not replica):
             self._hand_off(replica, suspects=has_failed)
 
-    def _hand_off(self, replica: Replica, *, suspects: bool) -> None:
-        self._moving.update(replica.supervisor.hand_off(suspects=suspects))
+    def _hand_off(self, replica: Replica, *, suspects: bool, begun: bool | None = None) -> None:
+        """Move the turns that no engine has; those that have begun too if another replica may continue them."""
+        begun = self._n_like(replica) > 0 if begun is None else begun
+        leaving = replica.supervisor.hand_off(suspects=suspects, begun=begun)
+        self._moving.update(dict.fromkeys(leaving, replica.weights))
+
+
+def _is_on_its_way(replica: Replica) -> bool:
+    """Return whether a replica is to be ready soon, if its machine can be reached."""
+    is_lost = replica.state is EngineState.BACKOFF or replica.state is EngineState.STARTING
+    return is_lost and not replica.supervisor.unreachable
+
+
+def _needs_no_change(spec: ModelSpec, other: ModelSpec, node: str) -> bool:
+    """Return whether a replica on a machine is the same for two entries: replicas share the machine's memory."""
+    engines = (replace(each, params={}, matryoshka=False, nodes=()) for each in (spec, other))
+    return len({each.nodes.count(node) for each in (spec, other)}) == 1 and next(engines) == next(engines)

@@ -252,15 +252,20 @@ class RequestQueue:
         self._note_suspects()
         self.schedule_step()
 
-    def hand_off(self, *, suspects: bool) -> tuple[str, ...]:
+    def hand_off(self, *, suspects: bool, begun: bool = True) -> tuple[str, ...]:
         """Recall the turns that no engine has, with the suspicions against them, for another replica of the model.
 
-        Those that may have crashed an engine stay unless all ``suspects`` have to leave.
+        Those that may have crashed an engine stay unless all ``suspects`` have to leave, and those with tokens unless
+        the ones that have ``begun`` leave too.
 
         Returns:
             The turns that leave.
         """
-        leaving = [turn_id for turn_id in self._waiting if suspects or not self._detector.confines(turn_id)]
+        leaving = [
+            turn_id
+            for turn_id in self._waiting
+            if (suspects or not self._detector.confines(turn_id)) and (begun or not self._turns[turn_id].n_tokens)
+        ]
         for turn_id in leaving:
             self._recall(self._turns[turn_id])
             self._detector.leave(turn_id)

@@ -187,6 +187,8 @@ class Supervisor:
         self._keeper: asyncio.Task[None] | None = None
         self._stop_requested = asyncio.Event()
         self.last_used_s = monotonic()
+        self.unreachable = False
+        """Whether its machine could not be reached when an engine was last started."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._state.value}, turns={len(self._turns)}, restarts={self._restarts})"
@@ -381,9 +383,9 @@ class Supervisor:
         self._turns.recall(begun=begun)
         self._watch()
 
-    def hand_off(self, *, suspects: bool) -> tuple[str, ...]:
+    def hand_off(self, *, suspects: bool, begun: bool = True) -> tuple[str, ...]:
         """Have the turns that no engine has resubmitted to another replica; see ``RequestQueue.hand_off``."""
-        leaving = self._turns.hand_off(suspects=suspects)
+        leaving = self._turns.hand_off(suspects=suspects, begun=begun)
         self._watch()
         return leaving
 
@@ -394,8 +396,16 @@ class Supervisor:
     async def retire(self) -> None:
         """Stop permanently once there are no turns and the recalled ones are resubmitted."""
         await self._until(lambda: not self._turns.notifying)
-        await self._until(lambda: not self._turns or self._state not in (*_HOLDS_MEMORY, EngineState.ASLEEP))
+        await self._until(lambda: not self._turns or not self._may_have_engine)
         await self.stop()
+
+    async def finish(self) -> None:
+        """Wait until all turns have ended, or there will be no engine that could end them."""
+        await self._until(lambda: not self._turns or self.unreachable or not self._may_have_engine)
+
+    @property
+    def _may_have_engine(self) -> bool:
+        return self._state in (*_HOLDS_MEMORY, EngineState.ASLEEP)
 
     async def withdraw(self, then: Callable[[], None]) -> None:
         """Stop permanently: the engine gets no more turns, and has ``swap_patience_s`` to end those that it has.
@@ -674,6 +684,7 @@ class Supervisor:
         was_loading = self._state is EngineState.STARTING
         self._detail = self._load_failure.message if self._load_failure else ended.detail
         self._gauges = _NOTHING_RUNS
+        self.unreachable = was_loading and ended.unreachable
         self._tokenizer.lost()
         if self._turns.lost(ended):
             self._budget.clear()
@@ -760,6 +771,7 @@ class Supervisor:
         assert self._process is not None, "it has just spoken"
         self._model, self._progress.fraction, self._detail = model, 1.0, ""
         self._ready_since = self._monotonic()
+        self.unreachable = False
         self._users = set(self.users)
         self._loads += 1
         self._demand.fulfill()

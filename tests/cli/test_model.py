@@ -15,7 +15,7 @@ from inferencecenter.cli import output
 from inferencecenter.cli.model import count, size, state
 from inferencecenter.config.settings import ModelEntry, ModelSettings, Settings
 from inferencecenter.models.registry import configured_files
-from inferencecenter.protocol.values import ModelSummary, ReplicaSummary
+from inferencecenter.protocol.values import ModelRoll, ModelSummary, ReplicaSummary
 from tests.models.conftest import hub, offline
 from tests.models.hub_stub import StubFile
 
@@ -53,6 +53,10 @@ def test_state_counts_replicas() -> None:
     replicas = (ReplicaSummary(state="loaded"), ReplicaSummary(state="failed"))
     model = ModelSummary(name="twin", default=True, state="loaded", replicas=replicas)
     assert state(model) == "loaded, default, 1 of 2 replicas"
+    rolling = model.model_copy(update={"roll": ModelRoll(done=1, total=2)})
+    assert state(rolling) == "loaded, default, 1 of 2 replicas, 1 of 2 replaced"
+    failed = model.model_copy(update={"roll": ModelRoll(done=0, total=2, failed=True, detail="no memory")})
+    assert state(failed) == "loaded, default, 1 of 2 replicas, change failed: no memory"
 
 
 def test_pull_list_info_verify_remove(cli: Cli, models: Path, pulled: dict[str, Any]) -> None:

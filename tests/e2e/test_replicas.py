@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from inferencecenter.core.tasks import TaskGroup
 from tests.e2e.harness import ENDLESS, Daemon, connect_client, run_daemon
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.e2e.harness import SocketClient
 
@@ -55,6 +58,12 @@ def states(daemon: Daemon) -> list[str]:
     lines = [line for line in page.splitlines() if line.startswith("inferencecenter_replica_state{")]
     current = [line for line in lines if line.endswith(" 1.0")]
     return [line.split('state="')[1].split('"')[0] for line in current]
+
+
+def wait_until_ready(daemon: Daemon, number: int) -> None:
+    """Wait until so many replicas are ready."""
+    while states(daemon) != ["ready"] * number:
+        assert daemon.process.poll() is None
 
 
 async def ask_all(client: SocketClient, prompts: dict[str, str], **params: Any) -> None:
@@ -178,3 +187,78 @@ async def test_greedy_answer_of_a_killed_replica_is_that_of_an_undisturbed_run(
             tokens = [each["content"] for each in client.seen[begin:] if each["op"] == "token"]
     assert (end["op"], end["usage"]["completion_tokens"]) == ("end", 200)
     assert "".join(tokens) == undisturbed
+
+
+async def talk(daemon: Daemon, over: asyncio.Event, texts: list[str]) -> None:
+    """Run turns, each in a session of its own, until it is ``over``; each ends once, as ``turn`` asserts."""
+    async with connect_client(daemon) as client:
+        while not over.is_set():
+            session = await client.create()
+            text, end = await client.turn(session, "Count from 1 to 100.", **ENDLESS, max_tokens=80)
+            assert end["usage"]["completion_tokens"] == 80
+            texts.append(text)
+            await client.ask(op="close_session", session_id=session)
+        ends = [frame["turn_id"] for frame in client.seen if frame["op"] == "end"]
+        assert len(ends) == len(set(ends))
+
+
+@pytest.mark.slow
+async def test_rolling_change_under_load_costs_no_text(tmp_path: Path, demo_model_path: Path) -> None:
+    """Settings, the file and the number change while clients generate, and a damaged file changes nothing.
+
+    All answers are those of an undisturbed run, and one replica at most is missing at any time.
+    """
+    config, copied, damaged = tmp_path / "models.toml", tmp_path / "copied.gguf", tmp_path / "damaged.gguf"
+    shutil.copy(demo_model_path, copied)
+    shutil.copy(demo_model_path, damaged)
+    os.truncate(damaged, 200_000)
+
+    def choose(path: Path, *, replicas: int = 3, n_ctx: int = 2048) -> None:
+        config.write_text(
+            f'[models.twin]\npath = "{path}"\nreplicas = {replicas}\nslots = 2\nn_ctx = {n_ctx}\n'
+            "[engine]\nswap_patience_s = 0.2\n"
+        )
+
+    choose(demo_model_path)
+    settings = {"INFERENCECENTER_CONFIG": str(config), "INFERENCECENTER_MODEL__NAME": "twin"}
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        wait_until_ready(daemon, 3)
+        async with connect_client(daemon) as client:
+            undisturbed, _ = await client.turn(await client.create(), "Count from 1 to 100.", **ENDLESS, max_tokens=80)
+
+            async def model() -> dict[str, Any]:
+                entries = (await client.ask(op="list_models"))["models"]
+                twin: dict[str, Any] = next(each for each in entries if each["name"] == "twin")
+                return twin
+
+            async def reload(wanted: Callable[[dict[str, Any]], bool], *, of: int = 3) -> list[int]:
+                """Reload, and return the engines once the list of models is as wanted."""
+                before = daemon.log.read_text().count("replicas_roll")
+                daemon.process.send_signal(signal.SIGHUP)
+                while True:
+                    twin = await model()
+                    loaded = sum(each["state"] == "loaded" for each in twin["replicas"])
+                    assert loaded >= of - 1
+                    if daemon.log.read_text().count("replicas_roll") > before and loaded == of and wanted(twin):
+                        return engine_pids(daemon)
+
+            over = asyncio.Event()
+            texts: list[list[str]] = [[] for _ in range(4)]
+            tasks = TaskGroup("test")
+            clients = [tasks.spawn(talk(daemon, over, each), name="client") for each in texts]
+            pids = [engine_pids(daemon)]
+            choose(demo_model_path, n_ctx=1024)
+            pids.append(await reload(lambda twin: "roll" not in twin and twin["n_ctx"] == 1024))
+            choose(copied, n_ctx=1024)
+            pids.append(await reload(lambda twin: "roll" not in twin))
+            choose(damaged, n_ctx=1024)
+            pids.append(await reload(lambda twin: twin.get("roll", {}).get("failed", False)))
+            assert (await model())["roll"]["detail"]
+            choose(copied, n_ctx=1024, replicas=2)
+            await reload(lambda twin: len(twin["replicas"]) == 2 and "roll" not in twin, of=2)
+            over.set()
+            await asyncio.gather(*clients)
+    assert set().union(*texts) == {undisturbed}
+    assert all(len(each) > 1 for each in texts)
+    assert all(set(pids[index]).isdisjoint(pids[index + 1]) for index in range(2))
+    assert len(set(pids[2]) & set(pids[3])) == 2

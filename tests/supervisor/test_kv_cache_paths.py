@@ -133,6 +133,18 @@ def test_replicas_have_directories_of_their_own(tmp_path: Path, free_mib: list[i
     assert [each.disk_dir.exists() for each in places] == [True, True, False]
 
 
+def test_replicas_of_other_machines_take_no_part_of_the_budgets(tmp_path: Path, free_mib: list[int]) -> None:
+    """Each machine has the whole; what is free in memory there is for its host to find out."""
+    free_mib[:] = [1]
+    chosen, spread = settings(tmp_path, ram_mib=8, disk_mib=10), replace(SPEC, nodes=("local", "box", "box", "spare"))
+    budgets = [
+        (places.ram_bytes // MIB, places.disk_bytes // MIB)
+        for index, node in enumerate((*spread.nodes, "joined"))
+        for places in [kv_cache_paths(chosen, tmp_path, spread, replica=index, node=node)]
+    ]
+    assert budgets == [(1, 10), (4, 5), (4, 5), (8, 10), (8, 10)]
+
+
 def test_kv_of_removed_models_is_deleted(tmp_path: Path, free_mib: list[int]) -> None:
     """It is deleted in RAM and on disk; a model that still exists keeps its files."""
     chosen, gone = settings(tmp_path), replace(SPEC, name="gone")

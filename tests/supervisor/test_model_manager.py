@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.planning import Planner
 
 
+BROKEN = Path("refuse -1")
+"""The file of a replica that cannot be loaded."""
+
+
 class FakePlanner:
     """A planner with room for a number of models; a huge one never fits."""
 
@@ -134,11 +138,13 @@ class ManagerHarness:
         """Build a model with stub engines."""
         planner = cast("Planner", FakePlanner(self.room, lambda: self.fault))
 
-        def make_engine(admit: Callable[[Supervisor], Awaitable[bool]], node: str = LOCAL_NODE) -> Supervisor:
+        def make_engine(
+            spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]], node: str = LOCAL_NODE
+        ) -> Supervisor:
             supervisor = Supervisor(
                 EngineOptions(
                     backend="echo",
-                    model_name=spec.name,
+                    model_name=spec.name if spec.path != BROKEN else f"{spec.path}",
                     slots=2,
                     max_queue=10,
                     max_restarts=1,
@@ -153,21 +159,20 @@ class ManagerHarness:
 
         if spec.rpc_nodes:
             assert self.nodes is not None
-            engine = make_engine(admit)
+            engine = make_engine(spec, admit)
             return ManagedModel(spec, planner, engine, RpcNodes(engine, FakeRpcServers(engine, self.nodes)))
 
         if spec.replicas == 1:
-            return ManagedModel(spec, planner, make_engine(admit))
+            return ManagedModel(spec, planner, make_engine(spec, admit))
 
         async def admit_replica(supervisor: Supervisor) -> bool:
             return await admit(replicas) and supervisor.wanted
 
-        def make_replica(_index: int, node: str) -> Replica:
-            return Replica(make_engine(admit_replica, node), planner)
+        def make_replica(spec: ModelSpec, _index: int, node: str) -> Replica:
+            return Replica(make_engine(spec, admit_replica, node), planner, spec)
 
-        made = [make_replica(index, node) for index, node in enumerate(spec.nodes)]
         is_drained = (lambda _: False) if self.nodes is None else self.nodes.is_drained
-        replicas = ReplicaSet(made, make=make_replica, is_drained=is_drained)
+        replicas = ReplicaSet(spec, make=make_replica, is_drained=is_drained)
         return ManagedModel(spec, planner, replicas)
 
     def _see(self, name: str, status: EngineStatus) -> None:
@@ -810,6 +815,47 @@ async def replaced(harness: ManagerHarness, spec: ModelSpec) -> ReplicaSet:
     assert isinstance(replicas, ReplicaSet)
     await harness.until(lambda: all(each.state is EngineState.READY for each in replicas.replicas))
     return replicas
+
+
+async def test_changed_entry_rolls_through_the_replicas(make_manager: Callable[..., ManagerHarness]) -> None:
+    """Also their number; one that cannot be loaded keeps the entry as it was, and the list of models says why."""
+    harness = make_manager()
+    before = replace(harness.spec("first"), nodes=("local",) * 2)
+    pair = await replaced(harness, before)
+    harness.models.apply(harness.registry(first=replace(before, path=BROKEN)))
+    await harness.until(lambda: (roll := harness.models.describe()[0].roll) is not None and roll.failed)
+    async with harness.models._changing:
+        assert harness.models.spec_of("first") == before
+    assert [each.state for each in pair.replicas] == [EngineState.READY] * 2
+    roll = harness.models.describe()[0].roll
+    assert roll is not None
+    assert (roll.done, roll.total, roll.failed) == (0, 2, True)
+    assert "allocate" in roll.detail
+    for path, number in (("tuned", 2), ("tuned", 3), ("other", 2)):
+        entry = replace(before, path=Path(path), nodes=("local",) * number)
+        harness.models.apply(harness.registry(first=entry))
+        await harness.until(lambda entry=entry: harness.models._models["first"].spec == entry)  # type: ignore[misc]
+        assert harness.models.engine("first") is pair
+        assert [each.state for each in pair.replicas] == [EngineState.READY] * number
+        assert all(each.spec.path == entry.path for each in pair.replicas)
+        assert harness.models.describe()[0].roll is None
+        assert len(harness.models.supervisors) == number
+        assert await ended(harness.submit(f"{path}{number}", 3)) == answer(3)
+
+
+async def test_replicas_that_change_machines_end_before_the_new_ones(
+    make_manager: Callable[..., ManagerHarness],
+) -> None:
+    """Also with another file: on a machine the new engine would take the place of the old one."""
+    harness = make_manager(nodes=NodeTable())
+    before = replace(harness.spec("first"), nodes=("box", "spare"))
+    pair = await replaced(harness, before)
+    states: list[tuple[bool, bool]] = []
+    pair.subscribe(lambda _: states.append((pair.holds_memory, harness.models.engine("first") is pair)))
+    harness.models.apply(harness.registry(first=replace(before, nodes=("spare", "box"), path=Path("tuned"))))
+    await harness.until(lambda: harness.models.engine("first") is not pair)
+    assert (False, True) in states
+    assert await ended(harness.submit("t1", 3)) == answer(3)
 
 
 async def test_machine_is_drained_and_returns(make_manager: Callable[..., ManagerHarness]) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from inferencecenter.config.sections import EngineSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Cancelled, Failed
-from inferencecenter.ipc.port import EngineState, EngineStatus, SessionKv
+from inferencecenter.ipc.port import EngineState, EngineStatus, RollStatus, SessionKv
+from inferencecenter.models.registry import ModelSpec
 from inferencecenter.supervisor import replica_set
 from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns
 from inferencecenter.supervisor.replica_set import Replica, ReplicaSet, loaded_siblings
@@ -26,7 +29,6 @@ from tests.supervisor.stub_engine import answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.poison_turns import Suspicion
@@ -62,6 +64,7 @@ class SetHarness:
     folder: Path
     count: int = 2
     options: dict[str, object] = field(default_factory=dict)
+    model_names: dict[str, str] = field(default_factory=dict)
     drained: frozenset[str] = frozenset()
     placed: list[str] = field(default_factory=list)
     seen: list[EngineStatus] = field(default_factory=list)
@@ -79,22 +82,30 @@ class SetHarness:
             "restart_backoff_max_s": 0.02,
         }
 
-        def make(index: int, node: str) -> Replica:
+        def make(spec: ModelSpec, index: int, node: str) -> Replica:
+            own = {"model_path": str(self.folder / str(index))}
+            if (name := self.model_names.get(spec.path.name)) is not None:
+                own["model_name"] = name
             supervisor = Supervisor(
-                EngineOptions(**(base | self.options | {"model_path": str(self.folder / str(index))})),
+                EngineOptions(**(base | self.options | own)),
                 suspicions=suspicions,
                 suspicion_file=self.store,
                 node=node,
             )
-            return Replica(supervisor, cast("Planner", object()))
+            return Replica(supervisor, cast("Planner", object()), spec)
 
         self.set = ReplicaSet(
-            [make(index, f"box{index}") for index in range(self.count)],
+            self.spec(),
             make=make,
             is_drained=self.drained.__contains__,
             placed=self.placed.append,
         )
         self.set.subscribe(self._see)
+
+    def spec(self, path: str = "old", *, count: int | None = None) -> ModelSpec:
+        """Return an entry; its path says how the stub engine calls itself (``model_names``)."""
+        nodes = tuple(f"box{index}" for index in range(self.count if count is None else count))
+        return ModelSpec(name="stub", path=Path(path), engine=EngineSettings(), nodes=nodes)
 
     def _see(self, status: EngineStatus) -> None:
         self.seen.append(status)
@@ -475,3 +486,233 @@ async def test_places_of_machines_that_left_are_used_again(
     assert [each.node for each in found.set.replicas] == ["box0", "box2"]
     await found.set.follow({"box0", "box2", "box3"}, drained)
     assert [each.node for each in found.set.replicas] == ["box0", "box2"]
+
+
+# A changed entry.
+
+
+@pytest.fixture
+async def trio(make_set: Callable[..., SetHarness]) -> SetHarness:
+    """Three replicas that are ready, and then record their states; running turns move without patience."""
+    found = make_set(
+        count=3,
+        options={"swap_patience_s": 0.0, "echo_delay_ms": 5},
+        model_names={"broken": "refuse -1", "foreign": "foreign"},
+    )
+    found.set.start()
+    await found.ready()
+    found.seen.clear()
+    return found
+
+
+def fewest_ready(found: SetHarness) -> int:
+    """Return how many replicas were ready when there were fewest."""
+    return min(sum(each.state is EngineState.READY for each in status.replicas) for status in found.seen)
+
+
+async def test_roll_replaces_one_replica_after_the_other(trio: SetHarness) -> None:
+    """All others are ready meanwhile; turns move with their text, each once, since the weights are the same."""
+    pids = {each.status.pid for each in trio.set.supervisors}
+    turns = [trio.submit(f"t{number}", "count 200") for number in range(2 * SLOTS)]
+    await asyncio.gather(*(turn.spoke.wait() for turn in turns))
+    changed = replace(trio.spec(), engine=EngineSettings(sleep_after_s=7))
+    assert await trio.set.roll(changed) is None
+    for turn in turns:
+        await end_of(turn)
+        assert turn.text == answer(200)
+    assert trio.states == (EngineState.READY,) * 3
+    assert pids.isdisjoint(each.status.pid for each in trio.set.supervisors)
+    assert all(each.spec == changed for each in trio.set.replicas)
+    assert fewest_ready(trio) == 2
+    progress = [each.roll for each in trio.seen]
+    assert [RollStatus(done=number, total=3) in progress for number in range(4)] == [True] * 4
+    assert trio.set.status.roll is None
+
+
+@pytest.mark.parametrize("path", ["tuned", "foreign"])
+async def test_turns_never_continue_on_other_weights(trio: SetHarness, path: str) -> None:
+    """They move to the old file's other replicas, and the last of these ends them before it is replaced."""
+    turns = [trio.submit(f"t{number}", "hold 40") for number in range(6)]
+    await asyncio.gather(*(turn.spoke.wait() for turn in turns))
+    old = {str(each.status.pid) for each in trio.set.supervisors}
+    last = trio.set.supervisors[2]
+    tasks = TaskGroup("test")
+    rolling = tasks.spawn(_roll(trio, path), name="roll")
+    await trio.until(lambda: trio.set.status.roll == RollStatus(done=2, total=3))
+    new = [trio.submit(f"n{number}", "count 2") for number in range(4)]
+    for turn in new:
+        await end_of(turn)
+    assert all(trio.engines_of(turn.turn_id).isdisjoint(old) for turn in new)
+    assert (last.n_turns, trio.set.status.running) == (6, 6)
+    await release(trio, *turns)
+    await rolling
+    for turn in turns:
+        assert turn.text == answer(40)
+        assert trio.engines_of(turn.turn_id) <= old
+    assert fewest_ready(trio) == 2
+    assert trio.states == (EngineState.READY,) * 3
+    assert trio.set.model is not None
+    assert trio.set.model.name == ("foreign" if path == "foreign" else "stub")
+
+
+async def test_last_replica_keeps_turns_that_begin_anew(trio: SetHarness) -> None:
+    """After a shift of the context or the loss of its engine: elsewhere they would continue on other weights."""
+    turn = trio.submit("a", "hold 3")
+    await turn.spoke.wait()
+    old = trio.set.supervisors[0]
+    rolling = TaskGroup("test").spawn(_roll(trio, "tuned"), name="roll")
+    await trio.until(lambda: trio.set.status.roll == RollStatus(done=2, total=3))
+    (last,) = [each for each in trio.set.supervisors if each.n_turns]
+    assert last is not old
+    assert last not in [each.supervisor for each in trio.set.replicas]
+    shifted, later = (
+        PlacedTurn(order(name, text, session_id="a", answer=turn.tokens[:8]), replicas=trio.set)
+        for name, text in (("a2", "hold 3"), ("a3", "count 3"))
+    )
+    trio.set.submit(shifted)
+    assert last.n_turns == 2
+    pid = last.status.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await trio.until(lambda: last.loads == 2)
+    assert last.n_turns == 2
+    trio.set.submit(later)
+    await end_of(later)  # so the engine has all others
+    await release(trio, turn)
+    trio.set.release("a2")
+    await end_of(shifted)
+    await rolling
+    assert turn.text == answer(3)
+
+
+async def _roll(found: SetHarness, path: str) -> None:
+    assert await found.set.roll(found.spec(path)) is None
+
+
+async def test_replica_that_cannot_be_loaded_stops_the_roll(trio: SetHarness) -> None:
+    """The others were not touched, its place has the old model again, and the status says why."""
+    turns = [trio.submit(f"t{number}", "count 200") for number in range(6)]
+    await asyncio.gather(*(turn.spoke.wait() for turn in turns))
+    before = [each.status.pid for each in trio.set.supervisors]
+    failure = await trio.set.roll(trio.spec("broken"))
+    assert failure is not None
+    assert "allocate" in failure
+    for turn in turns:
+        await end_of(turn)
+        assert turn.text == answer(200)
+    assert trio.states == (EngineState.READY,) * 3
+    assert [each.status.pid for each in trio.set.supervisors][1:] == before[1:]
+    assert all(each.spec == trio.spec() for each in trio.set.replicas)
+    assert trio.set.status.roll == RollStatus(done=0, total=3, failed=True, detail=failure)
+    assert fewest_ready(trio) == 2
+    await _roll(trio, "tuned")
+    assert trio.set.status.roll is None
+
+
+async def test_late_failure_puts_all_replicas_back(make_set: Callable[..., SetHarness], tmp_path: Path) -> None:
+    """The first had been replaced already: a model has one entry."""
+    found = make_set(model_names={"half": "wait"}, options={"load_timeout_s": 3600.0, "max_restarts": 0})
+    found.set.start()
+    await found.ready()
+    (tmp_path / "1").unlink(missing_ok=True)  # the second waits, and is killed
+    (tmp_path / "0").touch()
+    tasks = TaskGroup("test")
+    results: list[str | None] = []
+
+    async def roll() -> None:
+        results.append(await found.set.roll(found.spec("half")))
+
+    rolling = tasks.spawn(roll(), name="roll")
+    await found.until(lambda: found.set.replicas[1].supervisor.status.load_fraction == 0.5)
+    assert found.set.status.roll == RollStatus(done=1, total=2)
+    found.kill(1)
+    await rolling
+    assert results != [None]
+    assert all(each.spec == found.spec() for each in found.set.replicas)
+    assert found.states == (EngineState.READY,) * 2
+
+
+async def test_number_of_replicas_changes_without_a_restart(trio: SetHarness) -> None:
+    """Those on machines that stay continue; removed ones pass their turns on."""
+    pids = [each.status.pid for each in trio.set.supervisors]
+    turns = [trio.submit(f"t{number}", "count 200") for number in range(6)]
+    await asyncio.gather(*(turn.spoke.wait() for turn in turns))
+    assert await trio.set.roll(trio.spec(count=1)) is None
+    assert [each.status.pid for each in trio.set.supervisors] == pids[:1]
+    for turn in turns:
+        await end_of(turn)
+        assert turn.text == answer(200)
+    assert await trio.set.roll(trio.spec(count=3)) is None
+    assert trio.states == (EngineState.READY,) * 3
+    assert trio.set.supervisors[0].status.pid == pids[0]
+    await end_of(trio.submit("last", "count 1"))
+
+
+def test_machines_that_change_places_are_not_rolled(make_set: Callable[..., SetHarness]) -> None:
+    """Their engines would be beside others meanwhile."""
+    found = make_set()
+    entries = {("box0",): True, ("box0", "box1", "box2"): True, ("box1",): False, ("local",): False}
+    assert {nodes: found.set.can_roll(replace(found.spec(), nodes=nodes)) for nodes in entries} == entries
+    assert not found.set.can_roll(replace(found.spec(), on_all_nodes=True))
+
+
+async def test_only_replica_keeps_new_turns_waiting(make_set: Callable[..., SetHarness]) -> None:
+    """Until the new engine is ready; what it runs ends before that."""
+    found = make_set(count=1)
+    found.set.start()
+    await found.ready()
+    running = found.submit("a")
+    await running.spoke.wait()
+    rolling = TaskGroup("test").spawn(_roll(found, "tuned"), name="roll")
+    await found.until(lambda: found.set.status.roll is not None)
+    await asyncio.sleep(0)
+    waiting = found.submit("b", "count 3")
+    await release(found, running)
+    await rolling
+    await end_of(waiting)
+    assert (running.interruptions, waiting.interruptions) == (0, 0)
+    assert found.engines_of("a").isdisjoint(found.engines_of("b"))
+
+
+async def test_sleeping_replicas_are_replaced_without_being_loaded(make_set: Callable[..., SetHarness]) -> None:
+    """Nothing needs them; the next turn loads the new model."""
+    found = make_set()
+    found.set.start(asleep=True)
+    await _roll(found, "tuned")
+    assert found.states == (EngineState.ASLEEP,) * 2
+    await end_of(found.submit("a", "count 2"))
+
+
+async def test_roll_begins_no_step_while_another_replica_restarts(trio: SetHarness) -> None:
+    """Else two would be missing."""
+    trio.kill(1)
+    await trio.until(lambda: trio.states[1] is not EngineState.READY)
+    await _roll(trio, "tuned")
+    assert trio.states == (EngineState.READY,) * 3
+    assert fewest_ready(trio) == 2
+
+
+async def test_drain_during_a_roll(trio: SetHarness) -> None:
+    """A machine that is drained meanwhile gets no engine; it returns with the new entry."""
+    turn = trio.submit("a")
+    await turn.spoke.wait()
+    rolling = TaskGroup("test").spawn(_roll(trio, "tuned"), name="roll")
+    await trio.until(lambda: trio.set.status.roll is not None)
+    await trio.set.drain("box2")
+    await release(trio, turn)
+    await rolling
+    assert trio.states == (EngineState.READY, EngineState.READY, EngineState.STOPPED)
+    assert all(each.spec == trio.spec("tuned") for each in trio.set.replicas)
+    trio.set.undrain("box2")
+    await trio.until(lambda: trio.states == (EngineState.READY,) * 3)
+
+
+async def test_stop_ends_a_roll(trio: SetHarness) -> None:
+    """The engine that is being replaced, and none is started."""
+    turn = trio.submit("a")
+    await turn.spoke.wait()
+    rolling = TaskGroup("test").spawn(_roll(trio, "foreign"), name="roll")
+    await trio.until(lambda: trio.set.status.roll is not None)
+    await trio.set.stop()
+    await rolling
+    assert {each.status.state for each in trio.set.supervisors} == {EngineState.STOPPED}

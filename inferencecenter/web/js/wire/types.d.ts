@@ -597,6 +597,18 @@ export interface McpTool {
   approval: "always" | "never";
 }
 
+/** A changed entry of a model, whose engines are replaced one after the other. */
+export interface ModelRoll {
+  /** Engines that are replaced, added or removed. */
+  done: number;
+  /** All that are to be. */
+  total: number;
+  /** Whether a new one could not be loaded, and the former ones were put back. */
+  failed: boolean;
+  /** Why it failed, as text. */
+  detail: string;
+}
+
 /** A model in a list; values that are unknown before it is loaded are absent. */
 export interface ModelSummary {
   /** Its name for `create_session` and `load_model`. */
@@ -625,6 +637,8 @@ export interface ModelSummary {
   vision: boolean;
   /** Its engines, if it has several; `slots` are those of all. */
   replicas?: ReplicaSummary[];
+  /** The change of its entry that is being applied to its engines, or the last if it failed. */
+  roll?: ModelRoll;
 }
 
 /** A value chosen by a plan, and why. */
