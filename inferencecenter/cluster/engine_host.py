@@ -19,20 +19,18 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import structlog
-import uvloop
 
 from inferencecenter import __version__
-from inferencecenter.cluster.certificates import FRONT_NAME, client_context
 from inferencecenter.cluster.file_transfer import CopyCancelledError, FileCopier
+from inferencecenter.cluster.host_process import connect, run_host
 from inferencecenter.cluster.node import Node
 from inferencecenter.core.errors import InferenceCenterError, reason_of
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.channel import Channel
-from inferencecenter.ipc.engine_child import die_with_parent
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import MAX_FRAME_BYTES
+from inferencecenter.ipc.keepalive import Keepalive
 from inferencecenter.ipc.link import (
     BEAT_S,
     EndEngine,
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
 
 RETRY_S: Final = 0.5
 """Seconds between two attempts to connect."""
-CONNECT_TIMEOUT_S: Final = 10.0
 _OTHER_ENGINE: Final = "the front wants another engine"
 _RESOURCES_EVERY: Final = 5
 """Heartbeats between two readings of the machine's memory."""
@@ -91,11 +88,11 @@ class FrontLink:
         self._on_message = on_message
         self._ticks = ticks
         self._tasks = TaskGroup("front-link")
-        self._missed = 0
         self.welcome: HostWelcome | None = None
         self.channel: Channel[FromHost, ToHost] = Channel(
             to_host_decoder(max_frame_bytes=MAX_FRAME_BYTES), self._receive, on_drain=on_drain
         )
+        self._keepalive = Keepalive(self.channel, beat=self._beat, lost_after_s=lambda: ticket.lost_after_s)
 
     async def run(self) -> None:
         """Connect, and exchange heartbeats until the connection is lost.
@@ -103,29 +100,17 @@ class FrontLink:
         Raises:
             OSError: The front cannot be reached, or is not the one that issued the ticket.
         """
-        host, port = self._ticket.address
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await asyncio.get_running_loop().create_connection(
-                lambda: self.channel, host, port, ssl=client_context(self._ticket), server_hostname=FRONT_NAME
-            )
+        await connect(self._ticket, self.channel)
         self.channel.send(self._hello)
         reading = self._tasks.spawn(self._report_resources(), name="resources")
         try:
-            await self._exchange_beats()
+            await self._keepalive.run()
         finally:
             reading.cancel()
 
-    async def _exchange_beats(self) -> None:
-        while self._missed * BEAT_S < self._ticket.lost_after_s:
-            # What is not read for the engine's sake may be heartbeats.
-            self._missed = 0 if self.channel.is_paused else self._missed + 1
-            with suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S):
-                    await self.channel.lost()
-                    return
-            if self.welcome is not None:
-                self.channel.send(HostBeat(self._ticks(), time.monotonic()))
-        self.channel.abort()
+    def _beat(self) -> None:
+        if self.welcome is not None:
+            self.channel.send(HostBeat(self._ticks(), time.monotonic()))
 
     async def _report_resources(self) -> None:
         """Send the machine's memory again and again. It is read in a thread: a driver may block for long."""
@@ -136,7 +121,7 @@ class FrontLink:
             await asyncio.sleep(_RESOURCES_EVERY * BEAT_S if self.welcome else BEAT_S)
 
     def _receive(self, message: ToHost) -> None:
-        self._missed = 0
+        self._keepalive.received()
         if isinstance(message, HostWelcome):
             self.welcome = message
         elif not isinstance(message, FrontBeat):
@@ -366,12 +351,7 @@ async def _run(ticket: LinkTicket) -> None:
 
 
 def main() -> int:
-    """Read the ticket, and run the host."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    ticket = msgspec.json.decode(sys.stdin.buffer.readline(), type=LinkTicket)
-    uvloop.run(_run(ticket))
-    return 0
+    return run_host(_run)
 
 
 if __name__ == "__main__":

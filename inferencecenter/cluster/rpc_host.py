@@ -16,16 +16,14 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-import msgspec
 import structlog
-import uvloop
 
 from inferencecenter import __version__
-from inferencecenter.cluster.certificates import FRONT_NAME, client_context
+from inferencecenter.cluster.host_process import connect, run_host
 from inferencecenter.cluster.rpc_streams import TunnelEnd, TunnelStream
 from inferencecenter.core.errors import reason_of
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.ipc.engine_child import die_with_parent, engine_environment
+from inferencecenter.ipc.engine_child import engine_environment
 from inferencecenter.ipc.link import LinkTicket
 from inferencecenter.ipc.rpc_tunnel import (
     FromRpcHost,
@@ -39,7 +37,6 @@ from inferencecenter.ipc.rpc_tunnel import (
 )
 
 SERVER: Final = "inferencecenter.engine.llama.rpc_server"
-CONNECT_TIMEOUT_S: Final = 10.0
 _DEATH_S: Final = 1.0
 """How long a server that dies takes to be reaped after its connections are closed."""
 _MAX_LINE_BYTES: Final = 64 * 1024
@@ -122,11 +119,7 @@ class RpcHost(TunnelEnd[FromRpcHost, ToRpcHost]):
         """
         ticket = self._ticket
         ended = None if self._server.port else await self._server.ended()
-        host, port = ticket.address
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await asyncio.get_running_loop().create_connection(
-                lambda: self.channel, host, port, ssl=client_context(ticket), server_hostname=FRONT_NAME
-            )
+        await connect(ticket, self.channel)
         self.channel.send(
             TunnelHello(version=__version__, name=ticket.engine, key=ticket.key, node=socket.gethostname(), ended=ended)
         )
@@ -192,12 +185,7 @@ async def _run(ticket: LinkTicket) -> None:
 
 
 def main() -> int:
-    """Read the ticket, and run the host."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
-    ticket = msgspec.json.decode(sys.stdin.buffer.readline(), type=LinkTicket)
-    uvloop.run(_run(ticket))
-    return 0
+    return run_host(_run)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ with one of them: an RPC server serves one connection at a time, so the others h
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 from inferencecenter.ipc.channel import Channel
-from inferencecenter.ipc.link import BEAT_S
+from inferencecenter.ipc.keepalive import Keepalive
 from inferencecenter.ipc.rpc_tunnel import FromRpcHost, StreamBytes, StreamClosed, ToRpcHost, TunnelBeat
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class TunnelEnd(Generic[_Sent, _Received]):
         )
         self.lost_after_s = lost_after_s
         self._streams: dict[int, TunnelStream] = {}
-        self._missed = 0
+        self._keepalive = Keepalive(self.channel, beat=self.beat, lost_after_s=lambda: self.lost_after_s)
 
     def add(self, stream: TunnelStream) -> None:
         """Add a stream whose socket is connected or about to be."""
@@ -106,16 +105,7 @@ class TunnelEnd(Generic[_Sent, _Received]):
     async def run(self) -> str:
         """Exchange heartbeats until the connection is lost, and return the cause; its streams end with it."""
         try:
-            while self._missed * BEAT_S < self.lost_after_s:
-                # What is not read for a socket's sake may be heartbeats.
-                self._missed = 0 if self.channel.is_paused else self._missed + 1
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(BEAT_S):
-                        return await self.channel.lost()
-                self.beat()
-            fault = f"no heartbeat for {self.lost_after_s:g} s"
-            self.channel.give_up(fault)  # without a TLS handshake the channel would never be lost
-            return fault
+            return await self._keepalive.run()
         finally:
             while self._streams:
                 self._streams.popitem()[1].close()
@@ -129,7 +119,7 @@ class TunnelEnd(Generic[_Sent, _Received]):
 
     def receive(self, message: _Received) -> None:
         """Handle a message."""
-        self._missed = 0
+        self._keepalive.received()
         match message:
             case StreamBytes(stream=number, data=data):
                 if (stream := self._streams.get(number)) is not None:

@@ -142,13 +142,15 @@ class _HostTunnel(TunnelEnd[ToRpcHost, FromRpcHost]):
                 self.lost_after_s = self._accepted_lost_after_s
                 self._decoder.max_frame_bytes = MAX_TUNNEL_FRAME_BYTES
                 if message.ended is not None:
-                    self.ended = message.ended
-                    self.channel.close()
+                    self._server_ended(message.ended)
             case RpcServerEnded():
-                self.ended = message
-                self.channel.close()
+                self._server_ended(message)
             case _:
                 self.channel.give_up("an unexpected message")
+
+    def _server_ended(self, ended: RpcServerEnded) -> None:
+        self.ended = ended
+        self.channel.close()
 
     def open_stream(self) -> asyncio.Protocol:
         """Return the protocol of an engine's connection."""

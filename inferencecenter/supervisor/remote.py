@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import itertools
 import secrets
 import time
 from collections import defaultdict, deque
@@ -32,8 +31,8 @@ from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.gguf import SHARD
 from inferencecenter.ipc.channel import Channel
 from inferencecenter.ipc.framing import MAX_FRAME_BYTES
+from inferencecenter.ipc.keepalive import Keepalive
 from inferencecenter.ipc.link import (
-    BEAT_S,
     MAX_HELLO_BYTES,
     EndEngine,
     FromHost,
@@ -71,7 +70,6 @@ MAX_STRANGERS: Final = 64
 START_TIMEOUT_S: Final = 120.0
 """How long a new host may take to connect."""
 _CHECKS_PER_BEAT: Final = 2
-_CHECK_S: Final = BEAT_S / _CHECKS_PER_BEAT
 _KEY_BYTES: Final = 32
 _CLOCK_BEATS: Final = 60
 _log = structlog.get_logger(__name__)
@@ -226,7 +224,9 @@ class RemoteEngine(Engine):
         self._channel: Channel[ToHost, FromHost] = Channel(
             self._decoder, self._on_message, on_drain=self._on_channel_drain
         )
-        self._missed = 0
+        self._keepalive = Keepalive(
+            self._channel, beat=self._beat, lost_after_s=self._silence_s, checks_per_beat=_CHECKS_PER_BEAT
+        )
         self._hello: HostHello | None = None
         self._ticks = 0
         self._beat_s = 0.0
@@ -312,30 +312,21 @@ class RemoteEngine(Engine):
         )
 
     async def run(self) -> None:
-        """Exchange heartbeats until the connection is lost.
+        """Exchange heartbeats until the connection is lost."""
+        await self._keepalive.run()
 
-        Silence is counted in checks, two for each beat, not in seconds: a daemon that was itself suspended has missed
-        one in that time. Up to one check passes before the first is counted, so it is added.
-        """
-        for check in itertools.count():
-            silence_s = HELLO_TIMEOUT_S if self._hello is None else self._lost_after_s
-            if (self._missed + 1) * _CHECK_S >= silence_s:
-                self.disconnect(f"no heartbeat for {silence_s:g} s")
-                if self._hello is None:  # the channel knows no end of a connection whose TLS handshake failed
-                    return
-            elif self._hello is not None and check % _CHECKS_PER_BEAT == 0:
-                self._channel.send(FrontBeat())
-            self._missed += 1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_S):
-                    await self._channel.lost()
-                    return
+    def _silence_s(self) -> float:
+        return HELLO_TIMEOUT_S if self._hello is None else self._lost_after_s
+
+    def _beat(self) -> None:
+        if self._hello is not None:
+            self._channel.send(FrontBeat())
 
     def _on_channel_drain(self) -> None:
         self._on_drain()
 
     def _on_message(self, message: FromHost) -> None:
-        self._missed = 0
+        self._keepalive.received()
         if self._hello is None:
             self._on_hello(message)
             return
