@@ -22,23 +22,10 @@ from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTur
 from tests.supervisor.stub_engine import answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from inferencecenter.ipc.link import FromHost
 
 pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a long answer " * 20
-
-
-@pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[Front]:
-    """A front whose hosts run the stub."""
-    front = await Front.open(tmp_path)
-    yield front
-    front.starter.clean_up()
-    front.files.close()
-    await front.listener.close()
-    await front.proxy.close()
 
 
 async def ready(front: Front, **options: object) -> ObservedSupervisor:

@@ -21,6 +21,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus, RollStatus, Sess
 from inferencecenter.models.registry import ModelSpec
 from inferencecenter.supervisor import replica_set
 from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns
+from inferencecenter.supervisor.process import LocalLauncher, NodeUnreachableError
 from inferencecenter.supervisor.replica_set import Replica, ReplicaSet, loaded_siblings
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor import stub_engine
@@ -30,8 +31,10 @@ from tests.supervisor.stub_engine import answer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from inferencecenter.ipc.messages import FromEngine
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.poison_turns import Suspicion
+    from inferencecenter.supervisor.process import EngineProcess
 
 SLOTS = stub_engine.MODEL.slots
 
@@ -43,6 +46,7 @@ class PlacedTurn(RecordingTurn):
     replicas: ReplicaSet | None = None
     forked_from: str | None = None
     resubmitted: asyncio.Event = field(default_factory=asyncio.Event)
+    refusals: list[ErrorCode] = field(default_factory=list)
 
     @property
     def session_kv(self) -> SessionKv:
@@ -53,8 +57,32 @@ class PlacedTurn(RecordingTurn):
         """Submit it again."""
         super().resubmit()
         assert self.replicas is not None
-        self.replicas.submit(self)
+        try:
+            self.replicas.submit(self)
+        except InferenceCenterError as error:
+            self.refusals.append(error.code)
         self.resubmitted.set()
+
+
+class AwayLauncher(LocalLauncher):
+    """Starts engines here as if on a machine, while that is not ``away``."""
+
+    def __init__(self, node: str, away: set[str]) -> None:
+        super().__init__()
+        self._node, self._away = node, away
+
+    async def launch(
+        self,
+        options: EngineOptions,
+        *,
+        is_first: bool,
+        on_message: Callable[[FromEngine], None],
+        on_drain: Callable[[], None],
+    ) -> EngineProcess:
+        """Start an engine if the machine can be reached."""
+        if self._node in self._away:
+            raise NodeUnreachableError(f"{self._node} is away")
+        return await super().launch(options, is_first=is_first, on_message=on_message, on_drain=on_drain)
 
 
 @dataclass
@@ -66,6 +94,7 @@ class SetHarness:
     options: dict[str, object] = field(default_factory=dict)
     model_names: dict[str, str] = field(default_factory=dict)
     drained: frozenset[str] = frozenset()
+    away: set[str] = field(default_factory=set)
     placed: list[str] = field(default_factory=list)
     seen: list[EngineStatus] = field(default_factory=list)
 
@@ -90,6 +119,7 @@ class SetHarness:
                 EngineOptions(**(base | self.options | own)),
                 suspicions=suspicions,
                 suspicion_file=self.store,
+                launcher=AwayLauncher(node, self.away),
                 node=node,
             )
             return Replica(supervisor, cast("Planner", object()), spec)
@@ -690,6 +720,36 @@ async def test_roll_begins_no_step_while_another_replica_restarts(trio: SetHarne
     await _roll(trio, "tuned")
     assert trio.states == (EngineState.READY,) * 3
     assert fewest_ready(trio) == 2
+
+
+async def test_machine_that_cannot_be_reached_stops_no_roll(trio: SetHarness) -> None:
+    """Its replica is not waited for, and is the new one when it returns."""
+    trio.away.add("box1")
+    trio.kill(1)
+    await trio.until(lambda: trio.set.supervisors[1].unreachable)
+    trio.seen.clear()
+    await _roll(trio, "tuned")
+    assert all(each.spec == trio.spec("tuned") for each in trio.set.replicas)
+    assert fewest_ready(trio) == 1
+    await end_of(trio.submit("a", "count 3"))
+    trio.away.clear()
+    await trio.until(lambda: trio.states == (EngineState.READY,) * 3)
+
+
+async def test_answer_whose_weights_are_lost_fails(trio: SetHarness) -> None:
+    """The machine that was to end it cannot be reached any more; the change goes on."""
+    turn = trio.submit("a")
+    await turn.spoke.wait()
+    rolling = TaskGroup("test").spawn(_roll(trio, "tuned"), name="roll")
+    await trio.until(lambda: trio.set.status.roll == RollStatus(done=2, total=3))
+    (last,) = [each for each in trio.set.supervisors if each.n_turns]
+    trio.away.add(last.node)
+    assert last.status.pid is not None
+    os.kill(last.status.pid, signal.SIGKILL)
+    await rolling
+    assert turn.refusals == [ErrorCode.ENGINE_UNAVAILABLE]
+    trio.away.clear()
+    await trio.until(lambda: trio.states == (EngineState.READY,) * 3)
 
 
 async def test_drain_during_a_roll(trio: SetHarness) -> None:
