@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import tomllib
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -46,13 +47,25 @@ def test_block_languages_are_known() -> None:
     assert [str(block) for page in PAGES for block in page.blocks if block.language not in known] == []
 
 
+@cache
+def command_of(*path: str) -> Any:
+    """Return the command at a path, ``None`` if there is none."""
+    return command_of(*path[:-1]).get_command(None, path[-1]) if path else typer.main.get_command(app)
+
+
+@cache
+def generated(name: str) -> Any:
+    """Return a generated file of the documentation."""
+    return json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))
+
+
 def complaint(words: list[str]) -> str | None:
     """Return the command line's error for a command; ``None`` if it would run."""
-    command: Any = typer.main.get_command(app)
+    command = command_of()
     path, rest = [words[0]], words[1:]
     while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
         path.append(rest.pop(0))
-        command = command.get_command(None, path[-1])
+        command = command_of(*path[1:])
         if command is None:
             return f"there is no {' '.join(path)}"
     try:
@@ -115,7 +128,7 @@ def command_names(command: Any, *path: str) -> list[str]:
 def test_every_command_is_documented() -> None:
     """Any page may do it."""
     shown = [" ".join(words[1:]) for page in PAGES for words in filter(is_ours, commands_shown(page))]
-    names = command_names(typer.main.get_command(app))
+    names = command_names(command_of())
     assert "session export" in names
     assert [name for name in names if not any(f"{each} ".startswith(f"{name} ") for each in shown)] == []
 
@@ -166,7 +179,7 @@ def test_configuration_is_valid(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", blocks_of("json", "jsonl"), ids=str)
 def test_frames_match_the_protocol(block: Block) -> None:
     """A block with an op is a request or event; other blocks are JSON."""
-    schema = json.loads((ROOT / "docs/protocol.schema.json").read_text(encoding="utf-8"))
+    schema = generated("protocol.schema.json")
     for text in FRAMES_IN[block.language](block.text):
         frame = json.loads(text)
         if "op" not in frame:
@@ -197,7 +210,7 @@ def test_files_exist(page: Page) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=str)
 def test_addresses_exist(page: Page) -> None:
     """Every HTTP address is served."""
-    described = json.loads((ROOT / "docs/openapi.json").read_text(encoding="utf-8"))["paths"]
+    described = generated("openapi.json")["paths"]
     plain = {"/", "/metrics", "/healthz", "/readyz", "/health", "/v1/health", "/openapi.json"}
     for span in page.spans:
         if found := re.fullmatch(r"(GET|POST|DELETE) (/[^\s?]*)", span):

@@ -54,6 +54,7 @@ def references(value: object) -> Iterator[str]:
             yield from references(inner)
 
 
+@pytest.mark.slow
 def test_document_is_valid_openapi() -> None:
     """It is validated with the schema of OpenAPI 3.1."""
     assert list(OpenAPIV31SpecValidator(published()).iter_errors()) == []

@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -73,6 +75,8 @@ import json, os, sys
 from inferencecenter.cli.app import app
 
 for command in sys.argv[1:]:
+    if command == "chat":  # those before it import less
+        import asyncio, inferencecenter.cli.output, inferencecenter.config.loader
     if os.fork() == 0:
         stdout, sys.stdout = sys.stdout, open(os.devnull, "w")
         app([*command.split(), "--help"], standalone_mode=False)
@@ -97,7 +101,10 @@ UNNEEDED: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def modules_of_commands() -> dict[str, set[str]]:
-    """The modules imported by ``--help`` of each command, which is run in a fork of a process with the application."""
+    """The modules imported by ``--help`` of each command.
+
+    It is run in a fork of a process with the application and, for most, with what they have in common.
+    """
     program = [sys.executable, "-c", HELP_OF_EACH, *UNNEEDED]
     done = subprocess.run(program, check=True, capture_output=True, text=True)
     return {command: set(names) for command, names in map(json.loads, done.stdout.splitlines())}
@@ -120,15 +127,31 @@ def test_command_imports_only_its_dependencies(command: str, modules_of_commands
 )
 def test_process_imports_only_its_dependencies(process: str, unneeded: tuple[str, ...]) -> None:
     """Templates are rendered elsewhere, and of llama.cpp's bindings the engine needs the declarations."""
-    code = f"import sys, {process}\nprint([name for name in {unneeded!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "[]\n"
+    assert [name for name in unneeded if name in _import(process).modules] == []
 
 
 def test_import_of_the_daemon_builds_no_message_model() -> None:
     """They are built while the engine loads."""
+    built = _import("inferencecenter.daemon").built_messages
+    assert len(built) > 100
+    assert [name for name, is_built in built.items() if is_built] == []
+
+
+@dataclass(frozen=True)
+class _Imported:
+    """What an import in a new process results in."""
+
+    modules: list[str]
+    built_messages: dict[str, bool]
+    """Each message of the protocol that is imported, and whether its model is built."""
+
+
+@cache
+def _import(name: str) -> _Imported:
     code = """
-import inferencecenter.daemon
+import json, sys
+__import__(sys.argv[1])
+modules = [*sys.modules]
 from inferencecenter.protocol.base import Event, Request
 from inferencecenter.protocol.values import Value
 
@@ -138,10 +161,10 @@ def models(base):
         yield from models(each)
 
 found = [*models(Request), *models(Event), *models(Value)]
-print(len(found) > 100, [each.__name__ for each in found if each.__pydantic_complete__])
+print(json.dumps([modules, {each.__name__: each.__pydantic_complete__ for each in found}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "True []\n"
+    done = subprocess.run([sys.executable, "-c", code, name], check=True, capture_output=True, text=True)
+    return _Imported(*json.loads(done.stdout))
 
 
 def test_daemon_starts_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.e2e.harness import connect_client, run_daemon
 STATES = sorted((Path(__file__).parent / "states").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
 async def test_state_of_an_earlier_version_is_continued(state: Path, tmp_path: Path, demo_model_path: Path) -> None:
     """Its token signs in, its conversations are unchanged, and the interrupted answer resumes at its last token."""

@@ -167,7 +167,8 @@ async def answer_alone(client: SocketClient, *prompts: str, **params: Any) -> li
     return [(await ask(client, [await client.create()], [prompt], **params))[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_engine_kill_under_eight_streams_loses_no_token(shared_daemon: Daemon, seed: int) -> None:
     """No token is lost or repeated, and each answer equals that of an uninterrupted run."""
     kill_at = random.Random(seed).randrange(8 * LONG["max_tokens"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
@@ -153,6 +154,23 @@ def agrees(mine: Turn, theirs: Turn) -> bool:
     return True
 
 
+Plain: TypeAlias = "Callable[[tuple[str, ...]], tuple[list[Turn], int]]"
+
+
+@pytest.fixture(scope="module")
+def generate_plainly(backend: LlamaBackend) -> Plain:
+    """Answer prompts without drafts, once for all tests with the same prompts."""
+
+    @cache
+    def generate_once(texts: tuple[str, ...]) -> tuple[list[Turn], int]:
+        generated = generate(backend, texts, draft_tokens=0)
+        for slot in range(backend.model.slots):
+            backend.truncate(slot, 0)
+        return generated
+
+    return generate_once
+
+
 JSON = "Give me a JSON object with a name and an age."
 SUM = "What is 7 plus 8?"
 
@@ -170,11 +188,11 @@ SUM = "What is 7 plus 8?"
     ],
     ids=str,
 )
-def test_greedy_answers_are_the_same_with_drafts(backend: LlamaBackend, texts: tuple[str, ...], share: float) -> None:
+def test_greedy_answers_are_the_same_with_drafts(
+    backend: LlamaBackend, generate_plainly: Plain, texts: tuple[str, ...], share: float
+) -> None:
     """They may differ between nearly equally likely tokens; repetitive text takes fewer steps."""
-    plain, plain_steps = generate(backend, texts, draft_tokens=0)
-    for slot in range(backend.model.slots):
-        backend.truncate(slot, 0)
+    plain, plain_steps = generate_plainly(texts)
     drafted, steps = generate(backend, texts, draft_tokens=8)
     assert all(agrees(mine, theirs) for mine, theirs in zip(plain, drafted, strict=True))
     assert plain_steps == N_TOKENS - 1
@@ -226,13 +244,11 @@ def drafting(options: EngineOptions) -> Iterator[Drafting]:
 
 @pytest.mark.parametrize("texts", [("Tell me a long story.",), (JSON, "Count to 50.", SUM)], ids=str)
 def test_greedy_answers_are_the_same_with_a_perfect_draft_model(
-    drafting: Drafting, demo_model_path: Path, texts: tuple[str, ...]
+    drafting: Drafting, generate_plainly: Plain, demo_model_path: Path, texts: tuple[str, ...]
 ) -> None:
     """The model as its own draft model: nearly every draft is accepted."""
     backend, model = drafting(demo_model_path)
-    plain, plain_steps = generate(backend, texts, draft_tokens=0)
-    for slot in range(3):
-        backend.truncate(slot, 0)
+    plain, plain_steps = generate_plainly(texts)
     drafted, steps = generate(backend, texts, draft_tokens=8, model=model)
     assert all(agrees(mine, theirs) for mine, theirs in zip(plain, drafted, strict=True))
     assert steps < plain_steps * (0.25 if len(texts) == 1 else 0.5)
@@ -240,13 +256,11 @@ def test_greedy_answers_are_the_same_with_a_perfect_draft_model(
 
 @pytest.mark.parametrize("texts", [("Tell me a long story.",), (JSON, "Count to 50.", SUM)], ids=str)
 def test_greedy_answers_are_the_same_with_a_useless_draft_model(
-    drafting: Drafting, demo_model_path: Path, tmp_path: Path, texts: tuple[str, ...]
+    drafting: Drafting, generate_plainly: Plain, demo_model_path: Path, tmp_path: Path, texts: tuple[str, ...]
 ) -> None:
     """Random weights: drafts are rejected, and soon none are made."""
     backend, model = drafting(write_variant(tmp_path / "random.gguf", demo_model_path, layers=2, random=True))
-    plain, plain_steps = generate(backend, texts, draft_tokens=0)
-    for slot in range(3):
-        backend.truncate(slot, 0)
+    plain, plain_steps = generate_plainly(texts)
     drafted, steps = generate(backend, texts, draft_tokens=8, model=model)
     assert all(agrees(mine, theirs) for mine, theirs in zip(plain, drafted, strict=True))
     assert steps >= plain_steps - 3
