@@ -96,6 +96,11 @@ class ModelSpec:
         return self.on_all_nodes or self.nodes != (LOCAL_NODE,)
 
     @property
+    def uses_other_machines(self) -> bool:
+        """Whether it has engines on other machines, or an engine that uses their devices."""
+        return bool({*self.nodes} - {LOCAL_NODE} or self.on_all_nodes or self.rpc_nodes)
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The files that it is loaded from."""
         others = (path for path in (self.draft, self.mmproj) if path is not None)

@@ -596,16 +596,16 @@ class ModelManager:
     async def _replace(self, old: ManagedModel, spec: ModelSpec) -> None:
         """Replace a model's engine; if the new one cannot be loaded, the old one stays.
 
-        The new one is loaded beside the old, unless both would keep KV in the same place, or are on other machines,
-        where one engine would take the other's place: then the old one ends first. The new one continues its turns if
-        it would generate the same text.
+        The new one is loaded beside the old, unless both would keep KV in the same place, or use other machines, where
+        one engine would take the place or the RPC servers of the other: then the old one ends first. The new one
+        continues its turns if it would generate the same text.
         """
         if isinstance(old.supervisor, ReplicaSet) and old.supervisor.can_roll(spec):
             await self._roll(old, old.supervisor, spec)
             return
         new = self._make(spec, self._model_cache.admit)
         is_alike = cache_key(spec) == cache_key(old.spec)
-        same_place = is_alike or any({*each.nodes} - {LOCAL_NODE} or each.on_all_nodes for each in (spec, old.spec))
+        same_place = is_alike or spec.uses_other_machines or old.spec.uses_other_machines
         was_loaded = old.supervisor.holds_memory
         if same_place:
             old.supervisor.pause(paused=True)

@@ -915,6 +915,26 @@ async def test_machine_whose_devices_are_used_is_drained_and_returns(
     await harness.ready("first")
 
 
+async def test_engine_with_rpc_nodes_ends_before_its_successor_is_started(
+    make_manager: Callable[..., ManagerHarness],
+) -> None:
+    """Also with another file: the new engine's RPC servers take the place of the old one's."""
+    table = NodeTable()
+    table.update({"box": JoinedNode("10.0.0.2", alive=True)})
+    harness = make_manager(nodes=table)
+    before = replace(harness.spec("first"), rpc_nodes=("box",))
+    harness.models.apply(harness.registry(first=before))
+    await harness.until(lambda: bool(harness.models.nodes[1].rpc_servers))
+    await harness.ready("first")
+    old = harness.models.engine("first")
+    states: list[tuple[bool, bool]] = []
+    old.subscribe(lambda _: states.append((old.holds_memory, harness.models.engine("first") is old)))
+    harness.models.apply(harness.registry(first=replace(before, path=Path("tuned"))))
+    await harness.until(lambda: harness.models.engine("first") is not old)
+    assert (False, True) in states
+    assert await ended(harness.submit("t", 3)) == answer(3)
+
+
 async def test_drain_needs_a_cluster(make_manager: Callable[..., ManagerHarness]) -> None:
     """The daemon of one machine has none."""
     with pytest.raises(InferenceCenterError, match="in no cluster"):
