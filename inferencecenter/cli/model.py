@@ -121,6 +121,7 @@ def state(model: ModelSummary) -> str:
         words = f"{words}, change failed: {model.roll.detail}"
     elif model.roll is not None:
         words = f"{words}, {model.roll.done} of {model.roll.total} replaced"
+        words = f"{words}: {model.roll.detail}" if model.roll.detail else words
     return f"{words}: {model.detail}" if model.state == "failed" and model.detail else words
 
 

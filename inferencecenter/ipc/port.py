@@ -42,7 +42,7 @@ _SERVING: Final = (EngineState.READY, EngineState.SUSPENDING, EngineState.ASLEEP
 class RollStatus:
     """A change of a model that replaces its replicas one after the other: ``done`` of ``total`` are replaced.
 
-    It has ``failed`` if the former replicas were put back, with the reason in ``detail``.
+    It has ``failed`` if the former replicas were put back. ``detail`` is the reason for that, or what it waits for.
     """
 
     done: int

@@ -692,7 +692,7 @@ class ModelRoll(Value):
     failed: bool = Field(
         default=False, description="Whether a new one could not be loaded, and the former ones were put back."
     )
-    detail: str = Field(default="", description="Why it failed, as text.")
+    detail: str = Field(default="", description="Why it failed, or the turns that it waits for, as text.")
 
 
 class ModelSummary(Value):

@@ -211,8 +211,16 @@ class ReplicaSet:
             parked_bytes=sum(status.parked_bytes for status in every),
             parked_ram_bytes=sum(status.parked_ram_bytes for status in every),
             replicas=each,
-            roll=self._roll,
+            roll=self._roll_status,
         )
+
+    @property
+    def _roll_status(self) -> RollStatus | None:
+        roll, turns = self._roll, sum(each.supervisor.n_turns for each in self._leaving)
+        if roll is None or roll.failed or not turns:
+            return roll
+        words = f"{turns} turn{'s' * (turns > 1)} of the former engine on {self._leaving[0].node} to end or move"
+        return replace(roll, detail=f"Waits for {words}.")
 
     @property
     def _undrained(self) -> Sequence[Replica]:

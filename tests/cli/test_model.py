@@ -55,6 +55,8 @@ def test_state_counts_replicas() -> None:
     assert state(model) == "loaded, default, 1 of 2 replicas"
     rolling = model.model_copy(update={"roll": ModelRoll(done=1, total=2)})
     assert state(rolling) == "loaded, default, 1 of 2 replicas, 1 of 2 replaced"
+    waiting = model.model_copy(update={"roll": ModelRoll(done=1, total=2, detail="Waits.")})
+    assert state(waiting) == "loaded, default, 1 of 2 replicas, 1 of 2 replaced: Waits."
     failed = model.model_copy(update={"roll": ModelRoll(done=0, total=2, failed=True, detail="no memory")})
     assert state(failed) == "loaded, default, 1 of 2 replicas, change failed: no memory"
 

@@ -104,14 +104,14 @@ class Cluster:
             if node.process.poll() is None:
                 node.kill()
 
-    def daemon_settings(self, *nodes: str, delay_ms: int = 5) -> dict[str, str]:
+    def daemon_settings(self, *nodes: str, delay_ms: int = 5, slots: int = 2) -> dict[str, str]:
         """Return the environment of a daemon whose model has a replica on each of these nodes, or on all."""
         where = f"nodes = {list(nodes)}" if nodes else 'replicas = "all"'
         path = self.folder / "daemon.toml"
         path.write_text(
             f'[cluster]\naddress = "{self.address}"\ntoken_file = "{self.folder / "token"}"\n'
             f"port = {self.port}\nfiles_port = 0\n"
-            f"[models.twin]\nslots = 2\n{where}\n"
+            f"[models.twin]\nslots = {slots}\n{where}\n"
         )
         return {
             "INFERENCECENTER_CONFIG": str(path),
@@ -269,6 +269,32 @@ async def test_replicas_follow_nodes(cluster: Cluster, tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
             cluster.add("two")
             await until_ready(daemon, 3)
+
+
+async def test_reload_changes_engines_and_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    """Other settings one node after the other, then fewer, other and more nodes; no change costs text."""
+    settings = cluster.daemon_settings("one", "two", delay_ms=10) | {"INFERENCECENTER_ENGINE__SWAP_PATIENCE_S": "0.2"}
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        await until_ready(daemon)
+        async with connect_client(daemon) as client:
+            changes = [(("one", "two"), 3, 6), (("one",), 3, 3), (("two",), 3, 3), (("two", "one"), 3, 6)]
+            for nodes, slots, of_all in changes:
+                prompts = await begin(client, 4)
+                cluster.daemon_settings(*nodes, slots=slots)
+                daemon.process.send_signal(signal.SIGHUP)
+                until_s = time.monotonic() + TIMEOUT_S
+                while True:
+                    assert time.monotonic() < until_s, daemon.log.read_text()
+                    (twin,) = (await client.ask(op="list_models"))["models"]
+                    loaded = [each["node"] for each in twin["replicas"] if each["state"] == "loaded"]
+                    if slots == 3 and nodes == ("one", "two"):
+                        assert loaded
+                    if "roll" not in twin and (loaded, twin.get("slots")) == ([*nodes], of_all):
+                        break
+                    await asyncio.sleep(0.1)
+                await check_texts(client, prompts)
+    log = daemon.log.read_text()
+    assert (log.count("replica_replaced"), log.count("replica_removed")) == (3, 1)
 
 
 async def test_missing_node_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:

@@ -605,7 +605,7 @@ export interface ModelRoll {
   total: number;
   /** Whether a new one could not be loaded, and the former ones were put back. */
   failed: boolean;
-  /** Why it failed, as text. */
+  /** Why it failed, or the turns that it waits for, as text. */
   detail: string;
 }
 
