@@ -23,7 +23,7 @@ import structlog
 
 from inferencecenter import __version__
 from inferencecenter.cluster.file_transfer import CopyCancelledError, FileCopier
-from inferencecenter.cluster.host_process import connect, run_host
+from inferencecenter.cluster.host_process import CONNECT_TIMEOUT_S, connect, run_host
 from inferencecenter.cluster.node import Node
 from inferencecenter.core.errors import InferenceCenterError, reason_of
 from inferencecenter.core.tasks import TaskGroup
@@ -94,13 +94,13 @@ class FrontLink:
         )
         self._keepalive = Keepalive(self.channel, beat=self._beat, lost_after_s=lambda: ticket.lost_after_s)
 
-    async def run(self) -> None:
+    async def run(self, *, connect_within_s: float) -> None:
         """Connect, and exchange heartbeats until the connection is lost.
 
         Raises:
             OSError: The front cannot be reached, or is not the one that issued the ticket.
         """
-        await connect(self._ticket, self.channel)
+        await connect(self._ticket, self.channel, within_s=connect_within_s)
         self.channel.send(self._hello)
         reading = self._tasks.spawn(self._report_resources(), name="resources")
         try:
@@ -171,13 +171,13 @@ class EngineHost:
         """Connect again and again; return when the front has not answered for too long."""
         loop = asyncio.get_running_loop()
         connected_s = loop.time()
-        while loop.time() - connected_s < self._ticket.orphan_s:
-            if await self._connect():
+        while (left_s := connected_s + self._ticket.orphan_s - loop.time()) > 0:
+            if await self._connect(within_s=min(CONNECT_TIMEOUT_S, left_s)):
                 connected_s = loop.time()
             await asyncio.sleep(RETRY_S)
         _log.warning("front_lost", engine=self._ticket.engine, orphan_s=self._ticket.orphan_s)
 
-    async def _connect(self) -> bool:
+    async def _connect(self, *, within_s: float) -> bool:
         """Serve one connection; return whether there was one."""
         hello = HostHello(
             version=__version__,
@@ -195,7 +195,7 @@ class EngineHost:
         )
         self._link = link
         try:
-            await link.run()
+            await link.run(connect_within_s=within_s)
         except (OSError, ValueError) as error:
             _log.info("front_not_reached", engine=self._ticket.engine, reason=reason_of(error))
         finally:

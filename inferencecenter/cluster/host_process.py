@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S: Final = 10.0
 
 
-async def connect(ticket: LinkTicket, channel: Channel[Any, Any]) -> None:
+async def connect(ticket: LinkTicket, channel: Channel[Any, Any], *, within_s: float = CONNECT_TIMEOUT_S) -> None:
     """Connect a channel to the daemon that issued a ticket.
 
     Raises:
         OSError: The daemon cannot be reached, or is not the one that issued the ticket.
     """
     host, port = ticket.address
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+    async with asyncio.timeout(within_s):
         await asyncio.get_running_loop().create_connection(
             lambda: channel, host, port, ssl=client_context(ticket), server_hostname=FRONT_NAME
         )

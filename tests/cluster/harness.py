@@ -32,13 +32,15 @@ HOST = "inferencecenter.cluster.engine_host"
 class LocalStarter:
     """Starts hosts as children, and keeps their tickets; implements ``HostStarter``.
 
-    Each is a machine of its own unless they share the directory of the first.
+    Each is a machine of its own unless they share the directory of the first. ``within`` is what makes a command run in
+    a network namespace.
     """
 
     directory: Path
     shares_directory: bool = False
     module: str = STUB_HOST
     address: tuple[str, int] | None = None
+    within: tuple[str, ...] = ()
     tickets: list[LinkTicket] = field(default_factory=list)
     hosts: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,7 +56,7 @@ class LocalStarter:
     def _spawn(self, ticket: LinkTicket) -> subprocess.Popen[bytes]:
         number = "0" if self.shares_directory else str(len(self.hosts))
         host = subprocess.Popen(
-            [sys.executable, "-m", self.module],
+            [*self.within, sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             env={**os.environ, DIRECTORY_VARIABLE: str(self.directory / number)},
         )
@@ -154,9 +156,15 @@ class Front:
 
     @classmethod
     async def open(
-        cls, state_dir: Path, *, starter: LocalStarter | None = None, port: int = 0, orphan_s: float = 30.0
+        cls,
+        state_dir: Path,
+        *,
+        starter: LocalStarter | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        orphan_s: float = 30.0,
     ) -> Front:
-        """Return a front with this state directory."""
+        """Return a front with this state directory, which listens on ``host``."""
         certificates, registry = ClusterCertificates(state_dir / "cluster"), HostRegistry(state_dir / "hosts.json")
         listener = HostListener(
             certificates,
@@ -164,7 +172,7 @@ class Front:
             lost_after_s=3.0,
             orphan_s=orphan_s,
         )
-        await listener.open("127.0.0.1", port)
+        await listener.open(host, port)
         proxy = Proxy(listener.address)
         starter = starter or LocalStarter(state_dir / "node")
         starter.address = starter.address or await proxy.open()

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.harness import Daemon, connect_client, run_daemon
+from tests.e2e.harness import Daemon, connect_client, run_daemon, stopped
 from tests.ports import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tests.e2e.harness import SocketClient
 
@@ -53,6 +53,11 @@ class ClusterNode:
     name: str
     process: subprocess.Popen[bytes]
 
+    @property
+    def pids(self) -> list[int]:
+        """All of its processes."""
+        return [self.process.pid, *children(self.process.pid)]
+
     def find(self, part: str) -> int:
         """Return the process of this node with this in its command line, when there is one."""
         until_s = time.monotonic() + TIMEOUT_S
@@ -65,7 +70,7 @@ class ClusterNode:
 
     def kill(self) -> None:
         """Kill all of its processes, as a machine that loses power does."""
-        pids = [self.process.pid, *children(self.process.pid)]
+        pids = self.pids
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         for pid in pids:
@@ -82,14 +87,14 @@ class Cluster:
     nodes: dict[str, ClusterNode] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
 
-    def add(self, name: str) -> ClusterNode:
-        """Start a node, and wait until it has joined."""
+    def add(self, name: str, *, within: tuple[str, ...] = ()) -> ClusterNode:
+        """Start a node, and wait until it has joined; ``within`` makes a command run in a network namespace."""
         verb = "join" if self.nodes else "head"
         log = self.folder / f"{name}.log"
         command = [sys.executable, "-m", "inferencecenter", "node", verb, self.address, "--name", name]
         where = ["--token-file", str(self.folder / "token"), "--directory", str(self.folder / name)]
         with log.open("wb") as output:
-            process = subprocess.Popen([*command, *where], stdout=output, stderr=output)
+            process = subprocess.Popen([*within, *command, *where], stdout=output, stderr=output)
         self.nodes[name] = ClusterNode(name, process)
         until_s = time.monotonic() + TIMEOUT_S
         while "monitored" not in log.read_text():
@@ -133,10 +138,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-async def begin(client: SocketClient, number: int) -> dict[str, str]:
+async def begin(client: SocketClient, number: int, text: str = LONG) -> dict[str, str]:
     """Start turns in new sessions, and wait until each has some text; return their prompts."""
     sessions = [await client.create() for _ in range(number)]
-    prompts = {session: f"{index} {LONG}" for index, session in enumerate(sessions)}
+    prompts = {session: f"{index} {text}" for index, session in enumerate(sessions)}
     for session, prompt in prompts.items():
         await client.send(op="infer", session_id=session, prompt=prompt)
     told = dict.fromkeys(sessions, 0)
@@ -162,6 +167,19 @@ async def check_texts(client: SocketClient, prompts: dict[str, str]) -> None:
         assert "".join(each["content"] for each in tokens).strip() == prompt.strip()
 
 
+async def close(client: SocketClient, sessions: Iterable[str]) -> None:
+    """Close sessions."""
+    for session in sessions:
+        await client.ask(op="close_session", session_id=session)
+
+
+async def check_use(daemon: Daemon, client: SocketClient, node: str) -> None:
+    """Check that turns run on a node."""
+    before = daemon.metric("node_generated_tokens_total", node=node)
+    await check_texts(client, await begin(client, 4, "a short conversation"))
+    assert daemon.metric("node_generated_tokens_total", node=node) > before
+
+
 def states(daemon: Daemon) -> list[str]:
     """Return the states of the replicas."""
     page = daemon.get("/metrics")[1]
@@ -177,10 +195,27 @@ async def until_ready(daemon: Daemon, number: int = 2) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_killed_processes_cost_no_text(cluster: Cluster, tmp_path: Path) -> None:
-    """SIGKILL of an engine, its host, its actor, the raylet, and all of a node: turns continue, the node returns."""
+async def test_lost_processes_cost_no_text(cluster: Cluster, tmp_path: Path) -> None:
+    """Stopped or killed processes of a node: turns continue, and it is used again.
+
+    A stopped raylet or actor disturbs no turn. All of a node are stopped; the engine, its host, its actor, the raylet
+    and all of a node are killed.
+    """
     with run_daemon(tmp_path / "state", None, **cluster.daemon_settings("one", "two")) as daemon:
         async with connect_client(daemon) as client:
+            for part in ("raylet/raylet", "ray::HostActor", ""):
+                await until_ready(daemon)
+                before = daemon.metric("node_engine_restarts_total", node="two")
+                prompts = await begin(client, 4)
+                two = cluster.nodes["two"]
+                with ExitStack() as held:
+                    for pid in [two.find(part)] if part else two.pids:
+                        held.enter_context(stopped(pid))
+                    await check_texts(client, prompts)
+                assert (daemon.metric("node_engine_restarts_total", node="two") == before) == bool(part)
+                await close(client, prompts)
+            await until_ready(daemon)
+            await check_use(daemon, client, "two")
             for part in ("engine --fd", "engine_host", "ray::HostActor", "raylet/raylet", ""):
                 await until_ready(daemon)
                 prompts = await begin(client, 4)
@@ -190,13 +225,36 @@ async def test_killed_processes_cost_no_text(cluster: Cluster, tmp_path: Path) -
                 else:
                     two.kill()
                 await check_texts(client, prompts)
-                for session in prompts:
-                    await client.ask(op="close_session", session_id=session)
+                await close(client, prompts)
                 if part in ("raylet/raylet", ""):
                     if two.process.poll() is None:
                         two.kill()
                     cluster.add("two")
             await until_ready(daemon)
+            await check_use(daemon, client, "two")
+
+
+async def test_lost_head_costs_no_text(cluster: Cluster, tmp_path: Path) -> None:
+    """SIGSTOP of the head's control service disturbs no turn, and neither does SIGKILL; then a new cluster is used."""
+    settings = cluster.daemon_settings("local", "two") | {"INFERENCECENTER_ENGINE__RESTART_BACKOFF_MAX_S": "1"}
+    with run_daemon(tmp_path / "state", None, **settings) as daemon:
+        async with connect_client(daemon) as client:
+            await until_ready(daemon)
+            service = cluster.nodes["one"].find("gcs_server")
+            for which in (signal.SIGSTOP, signal.SIGKILL):
+                prompts = await begin(client, 4)
+                os.kill(service, which)
+                await check_texts(client, prompts)
+                if which is signal.SIGSTOP:
+                    os.kill(service, signal.SIGCONT)
+            assert daemon.metric("node_engine_restarts_total", node="two") == 0
+        cluster.kill()
+        cluster.nodes.clear()
+        cluster.add("one")
+        cluster.add("two")
+        await until_ready(daemon)
+        async with connect_client(daemon) as client:
+            await check_use(daemon, client, "two")
 
 
 async def test_restarted_daemon_continues_with_the_engines(cluster: Cluster, tmp_path: Path) -> None:
