@@ -2,17 +2,21 @@
 
 ``python -m benchmarks.cluster.frames FRAMES REPETITIONS`` receives as the daemon does: from an engine that is its
 child, and from one behind a host and TLS, in turn. It prints the figures of each repetition as a line of JSON. With
-``--fd`` the module is such an engine, and without arguments the host of one. Engines write the time of sending, by the
+``--fd`` the module is such an engine, with ``--copy`` it copies a model file again and again, and without arguments it
+is the host of an engine. Engines write the time of sending, by the
 clock that all processes of a machine share, into each frame.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,28 +24,32 @@ import msgspec
 import uvloop
 
 from benchmarks.cluster.driver import start_host
-from benchmarks.cluster.frame_times import MODULE, TOKENS_PER_FRAME, FrameComparison, FrameTimes
+from benchmarks.cluster.frame_times import COPY_MIB_PER_S, MODULE, TOKENS_PER_FRAME, FrameComparison, FrameTimes
 from benchmarks.stats import percentile
+from inferencecenter import __version__
 from inferencecenter.cluster import engine_host
 from inferencecenter.cluster.certificates import ClusterCertificates
 from inferencecenter.cluster.engine_cluster import LOST_AFTER_S
+from inferencecenter.cluster.file_transfer import FileCopier, FileServer
 from inferencecenter.config.sections import EngineSettings
 from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel
+from inferencecenter.ipc.link import HostHello, LinkTicket, ModelFile, file_digest
 from inferencecenter.ipc.messages import AbortTurn, Loading, StepOutput, TokenDelta
 from inferencecenter.supervisor.process import LocalLauncher
 from inferencecenter.supervisor.remote import HostListener, HostRegistry, RemoteLauncher
 
 if TYPE_CHECKING:
-    import subprocess
+    from collections.abc import Iterator
 
-    from inferencecenter.ipc.link import LinkTicket
     from inferencecenter.ipc.messages import FromEngine
     from inferencecenter.supervisor.process import Engine, EngineLauncher
 
 STEP_S: Final = 0.01
 _ORPHAN_S: Final = 30.0
+_MIB: Final = 2**20
+_COPIED_BYTES: Final = 256 * _MIB
 
 
 def _now_us() -> int:
@@ -116,20 +124,94 @@ class _Receiver:
             self._is_done.set()
 
 
-async def _measure(frames: int, repetitions: int, directory: Path) -> None:
-    listener = HostListener(
-        ClusterCertificates(directory / "certificates"),
-        HostRegistry(directory / "hosts.json"),
-        lost_after_s=LOST_AFTER_S,
-        orphan_s=_ORPHAN_S,
+class _CopyOrder(msgspec.Struct, frozen=True):
+    """What a process is to copy, and how it is admitted."""
+
+    ticket: LinkTicket
+    port: int
+    key: str
+    file: ModelFile
+    directory: str
+
+
+def _copy() -> int:
+    """Copy a file again and again, until this process is ended."""
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_CopyOrder)
+    copier = FileCopier(
+        Path(order.directory),
+        order.ticket,
+        access=lambda: (order.port, order.key),
+        on_progress=lambda _name, _done: None,
     )
+    while True:
+        (copier.fetch([order.file]) / Path(order.file.path).name).unlink()
+
+
+class _Copies:
+    """Copies of a file to another process, which has no other part in the measurement."""
+
+    def __init__(self, directory: Path, listener: HostListener, registry: HostRegistry) -> None:
+        self._directory = directory
+        self._registry = registry
+        self._ticket = listener.ticket("copies")
+        hello = HostHello(version=__version__, engine="copies", epoch=self._ticket.epoch, key=self._ticket.key, node="")
+        self._key = registry.admit(hello) or ""
+        path = directory / "model.gguf"
+        path.touch()
+        os.truncate(path, _COPIED_BYTES)
+        self._file = ModelFile(str(path), _COPIED_BYTES, file_digest(path), path.stat().st_mtime_ns, str(path))
+
+    @contextmanager
+    def run(self, certificates: ClusterCertificates, mib_per_s: float) -> Iterator[subprocess.Popen[bytes]]:
+        """Copy while the block runs."""
+        server = FileServer(certificates, self._registry, bytes_per_s=mib_per_s * _MIB)
+        server.open("127.0.0.1", 0)
+        server.offer("copies", (self._file,))
+        order = _CopyOrder(self._ticket, server.port, self._key, self._file, str(self._directory / "copies"))
+        process = subprocess.Popen([sys.executable, "-m", MODULE, "--copy"], stdin=subprocess.PIPE)  # noqa: S603
+        try:
+            assert process.stdin is not None, "it was started with a pipe"
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.close()
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            server.close()
+
+
+def _written_bytes(process: subprocess.Popen[bytes]) -> int:
+    """Return what a process has written to files."""
+    lines = Path(f"/proc/{process.pid}/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar:")).split()[1])
+
+
+async def _beside_copy(receiver: _Receiver, frames: int, process: subprocess.Popen[bytes]) -> tuple[FrameTimes, float]:
+    """Measure frames once the copy runs, and how many MiB a second it has."""
+    while _written_bytes(process) < _MIB:  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(0.05)
+    before, begun_s = _written_bytes(process), time.monotonic()
+    found = await receiver.measure(frames)
+    return found, (_written_bytes(process) - before) / _MIB / (time.monotonic() - begun_s)
+
+
+async def _measure(frames: int, repetitions: int, directory: Path) -> None:
+    certificates, registry = ClusterCertificates(directory / "certificates"), HostRegistry(directory / "hosts.json")
+    listener = HostListener(certificates, registry, lost_after_s=LOST_AFTER_S, orphan_s=_ORPHAN_S)
     await listener.open("127.0.0.1", 0)
     hosted, local, starter = _Receiver(), _Receiver(), _Starter(directory / "node")
     try:
         await local.start(LocalLauncher())
         await hosted.start(RemoteLauncher("frames", EngineSettings(backend="echo"), listener=listener, starter=starter))
+        copies = _Copies(directory, listener, registry)
         for _ in range(repetitions):
-            found = FrameComparison(hosted=await hosted.measure(frames), local=await local.measure(frames))
+            alone, beside_local = await hosted.measure(frames), await local.measure(frames)
+            beside = []
+            for mib_per_s in COPY_MIB_PER_S:
+                with copies.run(certificates, mib_per_s) as process:
+                    beside.append(await _beside_copy(hosted, frames, process))
+            times, rates = zip(*beside, strict=True)
+            found = FrameComparison(hosted=alone, local=beside_local, beside_copies=times, copied_mib_per_s=rates)
             sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
             sys.stdout.buffer.flush()
     finally:
@@ -147,6 +229,8 @@ def main() -> int:
     match sys.argv[1:]:
         case ["--fd", fd]:
             return _run_engine(int(fd))
+        case ["--copy"]:
+            return _copy()
         case [frames, repetitions]:
             with tempfile.TemporaryDirectory(prefix="inferencecenter-bench-") as directory:
                 uvloop.run(_measure(int(frames), int(repetitions), Path(directory)))

@@ -1,8 +1,9 @@
 """An engine behind a host and TLS, beside one that is the daemon's child.
 
-Four measurements: how long frames of tokens take to the front, and what they cost there; closed loops on a daemon with
-an engine of either kind; whether returning turns find their KV on two nodes; and how long streams pause when one of
-two nodes is lost. The hosts run on this machine and are started without Ray, which carries no tokens.
+Four measurements: how long frames of tokens take to the front, also beside copies of model files, and what they cost
+there; closed loops on a daemon with an engine of either kind; whether returning turns find their KV on two nodes; and
+how long streams pause when one of two nodes is lost. The hosts run on this machine and are started without Ray, which
+carries no tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from benchmarks.cluster.frame_times import MODULE, TOKENS_PER_FRAME, FrameComparison, FrameTimes
+from benchmarks.cluster.frame_times import COPY_MIB_PER_S, MODULE, TOKENS_PER_FRAME, FrameComparison, FrameTimes
 from benchmarks.concurrency import one_failure
 from benchmarks.daemon_process import OURS, start_daemon
 from benchmarks.jobs import Round, Rounds, Turns
@@ -81,7 +82,7 @@ def read(measured: Measured[Turns]) -> EngineKind:
 
 
 def frame_metrics(found: FrameComparison) -> tuple[tuple[Metric, ...], tuple[Metric, ...]]:
-    """Return the numbers of one repetition for both sides; what the host adds is among its own."""
+    """Return the numbers of one repetition for both sides; what the host and copies add is among its own."""
 
     def of(side: FrameTimes) -> tuple[Metric, ...]:
         return (
@@ -94,7 +95,15 @@ def frame_metrics(found: FrameComparison) -> tuple[tuple[Metric, ...], tuple[Met
         Metric("added to a frame p50", "ms", (found.hosted.p50_us - found.local.p50_us) / 1000, "lower"),
         Metric("added to a frame p99", "ms", (found.hosted.p99_us - found.local.p99_us) / 1000, "lower"),
     )
-    return (*of(found.hosted), *added), of(found.local)
+    copies = []
+    for limit, beside, rate in zip(COPY_MIB_PER_S, found.beside_copies, found.copied_mib_per_s, strict=True):
+        named = f"frame beside a copy of at most {limit} MiB/s"
+        copies += [
+            Metric(f"{named} p50", "ms", beside.p50_us / 1000, "lower"),
+            Metric(f"{named} p99", "ms", beside.p99_us / 1000, "lower"),
+            Metric(f"copy of at most {limit} MiB/s", "MiB/s", rate, "higher"),
+        ]
+    return (*of(found.hosted), *added, *copies), of(found.local)
 
 
 def loss_metrics(outages: Sequence[Outage]) -> tuple[Metric, ...]:

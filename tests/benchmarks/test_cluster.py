@@ -36,10 +36,14 @@ def test_tokens_share_the_cpu_of_the_front() -> None:
 
 def test_host_adds_to_frames() -> None:
     """The difference of percentiles is the host's; the local engine has none."""
-    hosted, local = cluster.frame_metrics(FrameComparison(FrameTimes(700, 1500, 260), FrameTimes(300, 500, 180)))
+    beside = FrameTimes(900, 2000, 300)
+    found = FrameComparison(FrameTimes(700, 1500, 260), FrameTimes(300, 500, 180), (beside, beside), (200, 32))
+    hosted, local = cluster.frame_metrics(found)
     numbers = {metric.name: metric.value for metric in hosted}
     assert numbers["added to a frame p50"] == pytest.approx(0.4)
     assert numbers["added to a frame p99"] == pytest.approx(1.0)
+    assert numbers["frame beside a copy of at most 32 MiB/s p99"] == pytest.approx(2.0)
+    assert numbers["copy of at most 256 MiB/s"] == pytest.approx(200)
     assert {metric.name: metric.value for metric in local} == {
         "frame p50": 0.3,
         "frame p99": 0.5,
