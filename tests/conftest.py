@@ -6,10 +6,11 @@ import gc
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 import inferencecenter
 import inferencecenter.engine.llama  # tests that import the bindings find the libraries by it
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.examples",)
 
 _MOST_WORKERS = 8
+_WITH_ANTHROPIC = (
+    "tests/api/anthropic/",
+    "tests/api/openai/test_models.py",
+    "tests/api/test_empty_conversations.py",
+    "tests/api/test_prompt_counts.py",
+)
+"""Tests with the client of the package anthropic, which takes four seconds of CPU time to import."""
 for _name in ("COLUMNS", "LINES"):  # a zero terminal size, which readline passes on to child processes
     os.environ.pop(_name, None)
 
@@ -45,6 +53,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
     return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Any:
+    """Give a worker whole files, and one worker all that use the package anthropic."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    scheduler = LoadFileScheduling(config, log)
+    file_of = scheduler._split_scope
+    scheduler._split_scope = lambda test: "anthropic" if test.startswith(_WITH_ANTHROPIC) else file_of(test)
+    return scheduler
 
 
 def pytest_configure() -> None:

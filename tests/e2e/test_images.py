@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from anthropic import Anthropic
 from ollama import Client as OllamaClient
 from openai import BadRequestError, OpenAI
 from PIL import Image
@@ -249,6 +248,8 @@ async def test_python_client_sends_images(daemon: Daemon, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_anthropic_and_ollama_clients_send_images(daemon: Daemon) -> None:
     """Each in its own form, with the same prompt."""
+    from anthropic import Anthropic  # noqa: PLC0415 - it takes seconds to import, which other workers are spared
+
     base_url = f"http://127.0.0.1:{daemon.port}"
     source: Any = {"type": "base64", "media_type": "image/png", "data": image(RED)["data"]}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
