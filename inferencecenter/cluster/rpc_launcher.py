@@ -370,8 +370,8 @@ class RpcLauncher:
             self._servers_ended()
             raise
         missing = drained | {node: f"has no RPC server: {why}" for node, why in failed.items()}
-        for node, why in missing.items():
-            self._servers[node] = RpcServerStatus(node=node, model=self._name, state="missing", detail=f"it {why}")
+        for name, why in missing.items():
+            self._servers[name] = RpcServerStatus(node=name, model=self._name, state="missing", detail=f"it {why}")
         return links, missing
 
     def _close(self, links: Sequence[RpcLink]) -> None:
