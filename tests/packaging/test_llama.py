@@ -144,6 +144,25 @@ def test_cache_key_covers_the_processor(monkeypatch: pytest.MonkeyPatch) -> None
     assert Recipe.from_environment(VERSION, {"PORTABLE": "1"}).name == portable.name
 
 
+@pytest.mark.parametrize(
+    ("variables", "base"),
+    [
+        ({"VULKAN": "1"}, {}),
+        ({"CMAKE_ARGS": "-DGGML_RPC=ON"}, {}),
+        ({"VULKAN": "1", "PORTABLE": "1"}, {"PORTABLE": "1"}),
+        ({"VULKAN": "1", "CMAKE_ARGS": "-DVulkan_INCLUDE_DIR=/x -DGGML_LTO=ON"}, {"CMAKE_ARGS": "-DGGML_LTO=ON"}),
+        ({"CUDA": "1", "CMAKE_ARGS": "-DGGML_RPC=ON"}, {"CUDA": "1"}),
+    ],
+    ids=["Vulkan", "RPC", "portable", "other arguments", "CUDA"],
+)
+def test_added_backends_are_built_upon_the_build_without_them(variables: dict[str, str], base: dict[str, str]) -> None:
+    """A build that adds none has no base."""
+    found = Recipe.from_environment(VERSION, variables).base
+    assert found is not None
+    assert found.name == Recipe.from_environment(VERSION, base).name
+    assert found.base is None
+
+
 def test_update_keeps_the_kind_of_build(tmp_path: Path) -> None:
     """A GPU build is replaced by a GPU build; a variable overrides it."""
     (tmp_path / MARK).write_text(f"0.9-{Recipe.from_environment(VERSION, {'CUDA': '1', 'PORTABLE': '1'}).label}-abc\n")
@@ -328,6 +347,21 @@ def test_build_variables_become_cmake_options(builder: Builder, tmp_path: Path) 
     words = (tmp_path / "asked").read_text()
     assert "-DPORTABLE=ON -DA=1 -DB=2 3" in words
     assert f"-DLLAMA_SOURCES={tmp_path}/sources/vendor/llama.cpp" in words
+
+
+def test_added_backend_is_packed_with_the_libraries_of_its_base(builder: Builder, cache: Cache, tmp_path: Path) -> None:
+    """Only ggml and the backend are compiled again; both builds stay in the cache."""
+    recipe = Recipe.from_environment(VERSION, {"CMAKE_ARGS": "-DGGML_RPC=ON"})
+    base = cache.libraries(Recipe.from_environment(VERSION, {}), builder)
+    ninja = f'echo "$@" >{tmp_path}/asked_of_ninja\nmkdir -p "$2/bin" && echo backend >"$2/bin/libggml-rpc.so"'
+    program(tmp_path / "tools/bin", "ninja", ninja)
+    unpacked = tmp_path / "unpacked"
+    packing.unpack_libraries(next(cache.libraries(recipe, builder).glob("*.whl")), unpacked)
+    assert sorted(path.name for path in unpacked.iterdir()) == ["libggml-rpc.so", "libllama.so", VERSION_FILE]
+    assert (unpacked / "libllama.so").read_text() == "library\n"
+    assert "-DBASE=" in (tmp_path / "asked").read_text()
+    assert (tmp_path / "asked_of_ninja").read_text().split()[-1] == "ggml"
+    assert is_whole(base)
 
 
 @pytest.mark.parametrize("makes", [False, True])

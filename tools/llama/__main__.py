@@ -1,8 +1,9 @@
 """llama.cpp and its bindings, for this Python's environment or as wheels.
 
-``python -m tools.llama install``, or ``python -m tools.llama wheels FOLDER``. docs/building.md documents the variables
-that select the build. It runs before anything is installed and needs only Python with pip and, without a cached build,
-a C++ compiler. The output of its commands is in ``<environment>/llama.log``.
+``python -m tools.llama install``, ``wheels FOLDER``, or ``unpack FOLDER`` for the libraries alone, as ``LLAMA`` and
+``LLAMA_CPP_LIB_PATH`` name them. docs/building.md documents the variables that select the build. It runs before
+anything is installed and needs only Python with pip and, without a cached build, a C++ compiler. The output of its
+commands is in ``<environment>/llama.log``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from tools.llama.build import Builder, BuildError
 from tools.llama.cache import Cache, cache_root
 from tools.llama.installation import Installation
+from tools.llama.packing import unpack_libraries
 from tools.llama.progress import Progress
 from tools.llama.recipe import COMPILED, Recipe, toolkit_hints
 
@@ -32,8 +34,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.llama", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("install", help="install the bindings and the libraries into this environment")
-    wheels = commands.add_parser("wheels", help="write both as wheels")
-    wheels.add_argument("folder", type=Path)
+    for name, purpose in (("wheels", "write both as wheels"), ("unpack", "write the libraries into a folder")):
+        commands.add_parser(name, help=purpose).add_argument("folder", type=Path)
     arguments = parser.parse_args()
     environment = Path(sys.prefix)
     try:
@@ -43,9 +45,13 @@ def main() -> int:
             with Builder(version, progress=progress, log=log) as builder:
                 if arguments.command == "install":
                     _install(Installation(environment, version), cache, builder, os.environ)
+                    return 0
+                libraries = cache.libraries(Recipe.from_environment(version, os.environ), builder)
+                if arguments.command == "unpack":
+                    unpack_libraries(next(libraries.glob("*.whl")), arguments.folder)
                 else:
                     cache.copy(cache.bindings(builder), arguments.folder)
-                    cache.copy(cache.libraries(Recipe.from_environment(version, os.environ), builder), arguments.folder)
+                    cache.copy(libraries, arguments.folder)
     except BuildError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1

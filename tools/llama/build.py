@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
-from tools.llama.packing import pack
+from tools.llama.packing import pack, unpack_libraries
 from tools.llama.progress import Compilation, Progress, shown
 from tools.llama.recipe import CMAKE_PROJECT, Recipe, find_program, search_path
 
@@ -67,13 +67,16 @@ class Builder:
         options = ["--no-deps", "--no-build-isolation", "--config-settings", "wheel.cmake=false", "-w", folder]
         self._run([*PIP, "wheel", *options, sources], self._with_tools(os.environ))
 
-    def libraries(self, recipe: Recipe, folder: Path) -> None:
-        """Compile the libraries and write their wheel into a folder."""
+    def libraries(self, recipe: Recipe, folder: Path, *, base: Path | None = None) -> None:
+        """Compile the libraries and write their wheel into a folder.
+
+        With the entry of the recipe's base only the added backends are compiled, and what registers them.
+        """
         environment = self._compilers(recipe)
         sources = self._sources
         began = time.monotonic()
         self.progress.begin("llama.cpp: configuring")
-        built = self._scratch / f"build-{recipe.label}"
+        built = self._scratch / f"build-{recipe.name}"
         llama = sources / "vendor/llama.cpp"
         command: list[str | Path] = [
             "cmake",
@@ -85,8 +88,12 @@ class Builder:
             "Ninja",
             f"-DLLAMA_SOURCES={llama}",
         ]
+        shared = self._scratch / f"base-{recipe.name}"
+        if base is not None:
+            unpack_libraries(next(base.glob("*.whl")), shared)
+            command.append(f"-DBASE={shared}")
         self._run([*command, *recipe.arguments], environment)
-        self.progress.begin("llama.cpp")
+        self.progress.begin("llama.cpp" if base is None else "llama.cpp: backends")
         ninja = ["ninja", "-C", str(built)]
         if jobs := environment.get("CMAKE_BUILD_PARALLEL_LEVEL"):
             ninja += ["-j", jobs]
@@ -94,13 +101,20 @@ class Builder:
         targets = subprocess.run(  # noqa: S603 - ninja, as above
             [*ninja, "-t", "targets", "all"], env=environment, capture_output=True, text=True, check=False
         )
-        compilation = Compilation(targets.stdout.splitlines())
+        objects = "" if base is None else "llama.cpp/ggml/"
+        compilation = Compilation([line for line in targets.stdout.splitlines() if line.startswith(objects)])
 
         def on_line(line: str) -> None:
             compilation.read(line)
             self.progress.update(str(compilation))
 
-        self._run(ninja, environment, on_line=on_line)
+        if recipe.kind == "vulkan":
+            environment.setdefault("CMAKE_TOOLCHAIN_FILE", str(CMAKE_PROJECT / "shaders.cmake"))
+        self._run([*ninja, *([] if base is None else ["ggml"])], environment, on_line=on_line)
+        if base is not None:
+            for library in shared.glob("lib*.so"):
+                if not (place := built / "bin" / library.name).exists():
+                    shutil.copy(library, place)
         pack(built / "bin", folder, version=self.version, label=recipe.label, license_file=llama / "LICENSE")
         self.progress.print_line(f"llama.cpp: compiled in {shown(time.monotonic() - began)}")
 

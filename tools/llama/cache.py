@@ -38,8 +38,13 @@ class Cache:
         return self.entry(f"{builder.version}-bindings", builder.bindings)
 
     def libraries(self, recipe: Recipe, builder: Builder) -> Path:
-        """Return the entry with the libraries' wheel."""
-        return self.entry(recipe.name, lambda folder: builder.libraries(recipe, folder))
+        """Return the entry with the libraries' wheel; what it shares with its base is built as an entry of its own."""
+
+        def build(folder: Path) -> None:
+            base = None if recipe.base is None else self.libraries(recipe.base, builder)
+            builder.libraries(recipe, folder, base=base)
+
+        return self.entry(recipe.name, build)
 
     def entry(self, name: str, build: Callable[[Path], None]) -> Path:
         """Return an entry; if it is missing or damaged, ``build`` writes it into a new folder.

@@ -63,6 +63,20 @@ def pack(built: Path, folder: Path, *, version: str, label: str, license_file: P
     return path
 
 
+def unpack_libraries(wheel: Path, folder: Path) -> None:
+    """Write the libraries of a wheel, and their version, into a folder.
+
+    Programs that have loaded the folder's old libraries keep them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(wheel) as opened:
+        for name in opened.namelist():
+            if name.startswith(f"{PACKAGE}/lib/"):
+                place = folder / name.rpartition("/")[2]
+                place.unlink(missing_ok=True)
+                place.write_bytes(opened.read(name))
+
+
 def _platform() -> str:
     """Return the platform tag: the libraries need a C library that is at least as new as this one."""
     libc, version = platform.libc_ver()

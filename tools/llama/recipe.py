@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CMAKE_PROJECT: Final = Path(__file__).parent
+_SOURCES: Final = ("CMakeLists.txt", "include/vulkan/vulkan.hpp")
 # Variables that CMake and compilers read; they are part of the digest.
 _READ: Final = (
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS"),
@@ -26,6 +27,8 @@ _KINDS: Final = {
     "cuda": ("-DGGML_CUDA=ON",),
     "vulkan": ("-DGGML_VULKAN=ON",),
 }
+# Arguments that only add backends: the other libraries are the same without them.
+_ADD_BACKENDS: Final = ("-DGGML_VULKAN=", "-DGGML_RPC=", "-DVulkan_")
 COMPILED: Final = ("PORTABLE", "CMAKE_ARGS")
 """Variables that customize a build; whether a wheel of an index matches them cannot be known."""
 
@@ -41,6 +44,8 @@ class Recipe:
     portable: bool
     arguments: tuple[str, ...]
     digest: str
+    base: Recipe | None = None
+    """The build without the added backends, which has all other libraries of this one."""
 
     @classmethod
     def from_environment(cls, version: str, environment: Mapping[str, str], *, before: str = "cpu") -> Self:
@@ -53,16 +58,25 @@ class Recipe:
         kind = next((each for each in (*named, before) if each in _KINDS), "cpu")
         portable = bool(environment.get("PORTABLE"))
         arguments = (*_KINDS[kind], *(["-DPORTABLE=ON"] if portable else []))
-        arguments += tuple(shlex.split(environment.get("CMAKE_ARGS", "")))
+        further = shlex.split(environment.get("CMAKE_ARGS", ""))
+        arguments += tuple(further)
+        base = None
+        if any(each.startswith(_ADD_BACKENDS) for each in arguments):
+            other = shlex.join(each for each in further if not each.startswith(_ADD_BACKENDS))
+            kind_of_base = "cpu" if kind == "vulkan" else kind
+            base = cls.from_environment(
+                version, {**environment, "VULKAN": "", "CMAKE_ARGS": other}, before=kind_of_base
+            )
         known = [
-            (CMAKE_PROJECT / "CMakeLists.txt").read_text(encoding="utf-8"),
+            *((CMAKE_PROJECT / name).read_text(encoding="utf-8") for name in _SOURCES),
             *arguments,
             *(f"{name}={environment.get(name, '')}" for name in _READ),
             " ".join((platform.machine(), *platform.libc_ver())),
             "" if portable else _processor(),
             _gpus() if kind == "cuda" else "",
         ]
-        return cls(version, kind, portable, arguments, hashlib.sha256("\0".join(known).encode()).hexdigest()[:12])
+        digest = hashlib.sha256("\0".join(known).encode()).hexdigest()[:12]
+        return cls(version, kind, portable, arguments, digest, base)
 
     @property
     def name(self) -> str:
