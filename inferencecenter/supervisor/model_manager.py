@@ -580,15 +580,15 @@ class ModelManager:
 
         # It is not cancelled with this task: an engine that is being ended has to be awaited.
         await asyncio.shield(self._retiring.spawn(roll(), name="roll"))
-        if failures != [None]:
-            self._keep(old, failures[0] if failures else "an internal error")
+        if (failure := failures[0]) is not None:
+            self._keep(old, failure)
             return
         rolled = ManagedModel(spec, replicas.replicas[0].planner, replicas)
         self._models[spec.name] = self._begun[replicas] = rolled
         _log.info("model_replaced", model=spec.name)
         self._on_status(replicas, replicas.status)
 
-    def _keep(self, old: ManagedModel, reason: str | None) -> None:
+    def _keep(self, old: ManagedModel, reason: str) -> None:
         """Keep a model that could not be replaced."""
         _log.error("model_not_replaced", model=old.spec.name, reason=reason)
         self._registry = replace(self._registry, models={**self._registry.models, old.spec.name: old.spec})

@@ -25,11 +25,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.model_fingerprint import fingerprint
-from inferencecenter.ipc.port import EngineState, EngineStatus, RollStatus
+from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import LOCAL_NODE
 from inferencecenter.supervisor.engine_options import cache_key
 from inferencecenter.supervisor.engine_status import StatusListeners
@@ -42,6 +41,7 @@ from inferencecenter.supervisor.replica_placement import (
     choose_replica,
 )
 from inferencecenter.supervisor.request_queue import queue_full
+from inferencecenter.supervisor.rolling_change import RollingChange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -77,8 +77,6 @@ _BY_USE: Final = (
     EngineState.STOPPED,
 )
 """The states, most usable first."""
-
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,27 +153,27 @@ class ReplicaSet:
         placed: Callable[[PlacementKind], None] = lambda _: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._make = make
-        self._is_drained = is_drained
+        self.is_drained = is_drained
         self.replicas: list[Replica] = []
         # Replicas that have left their places and still have turns.
-        self._leaving: list[Replica] = []
+        self.leaving: list[Replica] = []
         self._placed = placed
         self._monotonic = monotonic
         self._listeners = StatusListeners()
         self._holders: OrderedDict[str, _KvHolder] = OrderedDict()
         # Turns on their way from one replica to another, with the weights that began them.
         self._moving: dict[str, str] = {}
-        self._started = False
+        self.is_started = False
         self._model: ModelInfo | None = None
         self._model_key: tuple[ModelInfo, ...] = ()
         # What the replicas have whose model the set shows.
         self._weights, self._tokens = cache_key(spec), ""
-        self._roll: RollStatus | None = None
+        self._change: RollingChange | None = None
         self._state_event = asyncio.Event()
         for index, node in enumerate(spec.nodes):
-            self.replicas.append(self._new(index, node))
+            self.replicas.append(self.new_replica(index, node))
             self.replicas[index].drained = is_drained(node)
 
     def __repr__(self) -> str:
@@ -187,7 +185,7 @@ class ReplicaSet:
     @property
     def all_replicas(self) -> tuple[Replica, ...]:
         """The replicas, and those that have left their places and still have turns."""
-        return (*self.replicas, *self._leaving)
+        return (*self.replicas, *self.leaving)
 
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:
@@ -198,7 +196,7 @@ class ReplicaSet:
     def status(self) -> EngineStatus:
         """The status of all replicas together; see ``EngineStatus``."""
         each = tuple(replica.supervisor.status for replica in self.replicas)
-        every = (*each, *(replica.supervisor.status for replica in self._leaving))
+        every = (*each, *(replica.supervisor.status for replica in self.leaving))
         first = min(each, key=lambda status: _BY_USE.index(status.state))
         return replace(
             first,
@@ -211,16 +209,8 @@ class ReplicaSet:
             parked_bytes=sum(status.parked_bytes for status in every),
             parked_ram_bytes=sum(status.parked_ram_bytes for status in every),
             replicas=each,
-            roll=self._roll_status,
+            roll=None if self._change is None else self._change.status,
         )
-
-    @property
-    def _roll_status(self) -> RollStatus | None:
-        roll, turns = self._roll, sum(each.supervisor.n_turns for each in self._leaving)
-        if roll is None or roll.failed or not turns:
-            return roll
-        words = f"{turns} turn{'s' * (turns > 1)} of the former engine on {self._leaving[0].node} to end or move"
-        return replace(roll, detail=f"Waits for {words}.")
 
     @property
     def _undrained(self) -> Sequence[Replica]:
@@ -330,7 +320,7 @@ class ReplicaSet:
         for each in self.replicas:
             if not each.drained:
                 each.supervisor.start(asleep=asleep, after_crash=after_crash)
-        self._started = True
+        self.is_started = True
         for session_id in tuple(self._holders):
             self._forget_holder(session_id)  # no engine of this daemon has run a turn
         self._hand_off(self.replicas[0], suspects=False)
@@ -376,7 +366,7 @@ class ReplicaSet:
 
     async def stop(self, *, leave: bool = False) -> None:
         """End all engines for good; see ``Supervisor``."""
-        self._started = False
+        self.is_started = False
         await asyncio.gather(*(each.stop(leave=leave) for each in self.supervisors))
 
     # Machines that are drained.
@@ -388,7 +378,7 @@ class ReplicaSet:
         """
         leaving = [index for index, each in enumerate(self.replicas) if each.node == node and not each.drained]
         await asyncio.gather(*map(self._drain, leaving))
-        await self._until(lambda: all(each.node != node for each in self._leaving))
+        await self.until(lambda: all(each.node != node for each in self.leaving))
 
     async def _drain(self, index: int) -> None:
         replica = self.replicas[index]
@@ -396,17 +386,18 @@ class ReplicaSet:
         self._hand_off(replica, suspects=False)
         await replica.supervisor.withdraw(lambda: self._hand_off(replica, suspects=True, begun=True))
         if replica in self.replicas:
-            self._replace(index, node=replica.node)
+            self.replace_drained(index, node=replica.node)
 
-    def _replace(self, index: int, *, node: str) -> None:
+    def replace_drained(self, index: int, *, node: str) -> None:
         """Put a new replica into the place of one that was stopped; it is not started yet."""
-        fresh = self._new(index, node)
+        fresh = self.new_replica(index, node)
         fresh.drained, fresh.losses = True, self.replicas[index].losses + 1
         self.replicas[index] = fresh
-        self._listeners.notify(self.status)
+        self.notify()
 
-    def _new(self, index: int, node: str) -> Replica:
-        fresh = self._make(self._spec, index, node)
+    def new_replica(self, index: int, node: str) -> Replica:
+        """Return a new replica of the present entry, which is not started yet."""
+        fresh = self._make(self.spec, index, node)
         fresh.supervisor.subscribe(partial(self._on_status, fresh))
         return fresh
 
@@ -415,12 +406,12 @@ class ReplicaSet:
         for each in self.replicas:
             if each.node == node and each.drained:
                 each.drained = False
-                if self._started:
+                if self.is_started:
                     is_loaded = self.holds_memory
                     each.supervisor.start(asleep=True)
                     if is_loaded:
                         each.supervisor.wake()
-        if self._started and not all(each.drained for each in self.replicas):
+        if self.is_started and not all(each.drained for each in self.replicas):
             for each in self.replicas:
                 if each.drained:
                     self._hand_off(each, suspects=True)
@@ -448,13 +439,13 @@ class ReplicaSet:
     def _add(self, node: str, joined: Collection[str]) -> None:
         """Add a replica that is not started yet, in the place of one whose machine has left if there are many."""
         if len(self.replicas) < MAX_REPLICAS:
-            fresh = self._new(len(self.replicas), node)
+            fresh = self.new_replica(len(self.replicas), node)
             fresh.drained = True
             self.replicas.append(fresh)
             return
         free = (index for index, each in enumerate(self.replicas) if each.drained and each.node not in joined)
         if (index := next(free, None)) is not None:
-            self._replace(index, node=node)
+            self.replace_drained(index, node=node)
 
     # A changed entry.
 
@@ -462,149 +453,51 @@ class ReplicaSet:
         """Return whether ``roll`` can change the replicas to those of an entry: none would go to another machine."""
         return (
             spec.is_on_nodes
-            and spec.on_all_nodes == self._spec.on_all_nodes
+            and spec.on_all_nodes == self.spec.on_all_nodes
             and all(each.node == node for each, node in zip(self.replicas, spec.nodes, strict=False))
         )
 
     async def roll(self, spec: ModelSpec) -> str | None:
-        """Replace the replicas by those of another entry, one after the other, and change their number at the end.
+        """Replace the replicas by those of another entry, one after the other; see ``RollingChange.run``."""
+        self._change = RollingChange(self, spec)
+        return await self._change.run()
 
-        A step begins when all others that can serve do. The machine of a replica that cannot be reached gets the new
-        one too, and is not waited for. If a new one cannot be loaded, the former ones are put back.
+    def put_new(self, index: int) -> Replica:
+        """Put a new replica of the present entry into the place of one that is to leave; it is not started yet.
 
-        Returns:
-            Why a new one could not be loaded.
+        If no other replica serves it is asleep already, so that new turns wait for it; else it would only delay them.
         """
-        before, self._spec = self._spec, spec
-        self._roll = RollStatus(done=0, total=self._n_steps)
-        _log.info("replicas_roll", model=self.name, steps=self._roll.total)
-        self._listeners.notify(self.status)
-        failure = await self._change_replicas()
-        if failure is None:
-            self._roll = None
-        else:
-            self._roll = replace(self._roll, failed=True, detail=failure)
-            _log.error("roll_failed", model=self.name, reason=failure, done=self._roll.done, total=self._roll.total)
-            self._spec = before
-            if (again := await self._change_replicas()) is not None:
-                _log.error("roll_not_undone", model=self.name, reason=again)
-        self._listeners.notify(self.status)
-        return failure
-
-    @property
-    def _n_steps(self) -> int:
-        n_replicas, n_wanted = len(self.replicas), self._n_wanted
-        return len(self._outdated(n_wanted)) + abs(n_wanted - n_replicas)
-
-    @property
-    def _n_wanted(self) -> int:
-        """The replicas of the entry; on all machines there are those that have joined too."""
-        return max(len(self.replicas), self._spec.replicas) if self._spec.on_all_nodes else self._spec.replicas
-
-    def _outdated(self, n_wanted: int) -> list[int]:
-        """Return the replicas that are to be replaced; one that is being drained is replaced by that."""
-        return [
-            index
-            for index, each in enumerate(self.replicas[:n_wanted])
-            if not _needs_no_change(each.spec, self._spec, each.node)
-            and (not each.drained or each.state is EngineState.STOPPED)
-        ]
-
-    async def _change_replicas(self) -> str | None:
-        """Make the replicas those of the entry; return why that failed."""
-        while self._started and len(self.replicas) > self._n_wanted:
-            await self._remove_last()
-            self._count_step()
-        while self._started and (outdated := self._outdated(self._n_wanted)):
-            # Those that do not serve first.
-            index = min(outdated, key=lambda each: self.replicas[each].state is EngineState.READY)
-            if (failure := await self._renew(index)) is not None:
-                return failure
-            self._count_step(index)
-        while self._started and (index := len(self.replicas)) < self._n_wanted:
-            self.replicas.append(self._new(index, self._spec.nodes[index]))
-            if (failure := await self._start(self.replicas[index], loads=self.holds_memory)) is not None:
-                return failure
-            self._count_step(index)
-        self._show(cache_key(self._spec))
-        return None
-
-    def _count_step(self, index: int | None = None) -> None:
-        if self._roll is not None and not self._roll.failed:
-            self._roll = replace(self._roll, done=self._roll.done + 1)
-            node = None if index is None else self.replicas[index].node
-            _log.info(
-                "replica_replaced" if index is not None else "replica_removed",
-                model=self.name,
-                replica=len(self.replicas) if index is None else index,
-                on=node,
-                done=self._roll.done,
-                total=self._roll.total,
-            )
-        self._listeners.notify(self.status)
-
-    async def _renew(self, index: int) -> str | None:
-        """Replace a replica, and wait until the new one is ready if the former was loaded or has failed."""
         old = self.replicas[index]
-        if old.drained:
-            self._replace(index, node=old.node)
-            return None
-        await self._until(lambda: all(each is old or not _is_on_its_way(each) for each in self.replicas))
-        loads = old.supervisor.holds_memory or old.state is EngineState.FAILED
-        fresh = self._new(index, old.node)
+        fresh = self.replicas[index] = self.new_replica(index, old.node)
         fresh.losses = old.losses + 1
-        self.replicas[index] = fresh
         if not any(each.state in _USABLE and not each.drained for each in self.replicas if each is not fresh):
-            # New turns wait for it; else it would only delay them.
             fresh.supervisor.pause(paused=True)
             fresh.supervisor.start(asleep=True)
-        await self._leave(old)
-        return await self._start(fresh, loads=loads)
+        return fresh
 
-    async def _remove_last(self) -> None:
+    def pop(self) -> Replica:
+        """Take the last replica out, which is to leave."""
         index = len(self.replicas) - 1
         for session_id in [each for each, holder in self._holders.items() if holder.index == index]:
             self._forget_holder(session_id)
-        await self._leave(self.replicas.pop())
+        return self.replicas.pop()
 
-    async def _leave(self, old: Replica) -> None:
+    async def leave(self, old: Replica) -> None:
         """End a replica that has left its place.
 
         Turns that others continue have the patience of a swap. Those that no other may continue end here.
         """
-        self._leaving.append(old)
+        self.leaving.append(old)
         try:
             self._hand_off(old, suspects=False)
             if self._n_like(old) == 0:
                 await old.supervisor.finish()
             await old.supervisor.withdraw(lambda: self._hand_off(old, suspects=True, begun=True))
         finally:
-            self._leaving.remove(old)
+            self.leaving.remove(old)
             self._notify_waiters()
 
-    async def _start(self, fresh: Replica, *, loads: bool) -> str | None:
-        """Start a new replica; if it ``loads``, wait until it is ready, and return why it will not be."""
-        if not self._started:
-            return None
-        if self._is_drained(fresh.node):
-            fresh.drained = True
-            return None
-        supervisor = fresh.supervisor
-        if fresh.state is EngineState.STOPPED:
-            supervisor.start(asleep=True)
-        supervisor.pause(paused=False)
-        if loads:
-            supervisor.wake(urgent=True)
-            ended = (EngineState.FAILED, EngineState.DRAINING, EngineState.STOPPED)
-            await self._until(lambda: supervisor.loads > 0 or supervisor.unreachable or fresh.state in ended)
-            if fresh.state is EngineState.FAILED:
-                return supervisor.status.detail or "its engine has failed"
-        n_new = sum(each.weights == fresh.weights for each in self.replicas)
-        if 2 * n_new >= len(self.replicas) and supervisor.loads:
-            self._show(fresh.weights)
-        return None
-
-    def _show(self, weights: str) -> None:
+    def show(self, weights: str) -> None:
         """Show the model of the replicas with these weights; turns that wait for others with other tokens move."""
         if weights == self._weights:
             return
@@ -614,9 +507,14 @@ class ReplicaSet:
             if not self._takes_new_turns(each):
                 self._hand_off(each, suspects=False, begun=False)
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for a condition on the replicas."""
         while not holds():
             await self._state_event.wait()
+
+    def notify(self) -> None:
+        """Tell all that listen of the present status."""
+        self._listeners.notify(self.status)
 
     def _notify_waiters(self) -> None:
         self._state_event.set()
@@ -699,7 +597,7 @@ class ReplicaSet:
         """Return the last replica with certain weights if it has left its place and ends its turns."""
         if any(each.weights == weights for each in self._undrained):
             return None
-        ending = (each for each in self._leaving if each.weights == weights)
+        ending = (each for each in self.leaving if each.weights == weights)
         return next((each for each in ending if each.state not in (EngineState.DRAINING, EngineState.STOPPED)), None)
 
     def _place(self, turn: EngineTurn, weights: str | None) -> tuple[int, PlacementKind]:
@@ -759,7 +657,7 @@ class ReplicaSet:
         Raises:
             InferenceCenterError: ``engine_unavailable`` if there are none with these weights.
         """
-        if not self._started:
+        if not self.is_started:
             return (0,)
         undrained = self._undrained
         numbered = [(index, each) for index, each in enumerate(self.replicas) if each in undrained]
@@ -819,7 +717,7 @@ class ReplicaSet:
                 self._on_lost(replica)
             case EngineState.SUSPENDING | EngineState.ASLEEP | EngineState.DRAINING | EngineState.STOPPED:
                 replica.starting_since_s = None
-        self._listeners.notify(self.status)
+        self.notify()
 
     def _on_ready(self, replica: Replica) -> None:
         if replica.starting_since_s is not None:
@@ -830,7 +728,7 @@ class ReplicaSet:
         replica.tokens = fingerprint(model)
         if replica.weights == self._weights:
             self._tokens = replica.tokens
-        if self._started and not replica.supervisor.isolates:
+        if self.is_started and not replica.supervisor.isolates:
             for each in self.replicas:
                 if each is not replica and (each.state is EngineState.BACKOFF or each.supervisor.isolates):
                     self._hand_off(each, suspects=False)
@@ -839,7 +737,7 @@ class ReplicaSet:
         """Move the turns of a lost replica: at once if another is ready, and in any case if it gets no engine."""
         has_failed = replica.state is EngineState.FAILED
         takes_over = (*_USABLE, EngineState.BACKOFF) if has_failed else (EngineState.READY,)
-        if self._started and any(each.state in takes_over for each in self.replicas if each is not replica):
+        if self.is_started and any(each.state in takes_over for each in self.replicas if each is not replica):
             self._hand_off(replica, suspects=has_failed)
 
     def _hand_off(self, replica: Replica, *, suspects: bool, begun: bool | None = None) -> None:
@@ -847,15 +745,3 @@ class ReplicaSet:
         begun = self._n_like(replica) > 0 if begun is None else begun
         leaving = replica.supervisor.hand_off(suspects=suspects, begun=begun)
         self._moving.update(dict.fromkeys(leaving, replica.weights))
-
-
-def _is_on_its_way(replica: Replica) -> bool:
-    """Return whether a replica is to be ready soon, if its machine can be reached."""
-    is_lost = replica.state is EngineState.BACKOFF or replica.state is EngineState.STARTING
-    return is_lost and not replica.supervisor.unreachable
-
-
-def _needs_no_change(spec: ModelSpec, other: ModelSpec, node: str) -> bool:
-    """Return whether a replica on a machine is the same for two entries: replicas share the machine's memory."""
-    engines = (replace(each, params={}, matryoshka=False, nodes=()) for each in (spec, other))
-    return len({each.nodes.count(node) for each in (spec, other)}) == 1 and next(engines) == next(engines)
