@@ -236,10 +236,11 @@ async def test_rolling_change_under_load_costs_no_text(tmp_path: Path, demo_mode
                 before = daemon.log.read_text().count("replicas_roll")
                 daemon.process.send_signal(signal.SIGHUP)
                 while True:
+                    has_begun = daemon.log.read_text().count("replicas_roll") > before
                     twin = await model()
                     loaded = sum(each["state"] == "loaded" for each in twin["replicas"])
                     assert loaded >= of - 1
-                    if daemon.log.read_text().count("replicas_roll") > before and loaded == of and wanted(twin):
+                    if has_begun and loaded == of and wanted(twin):
                         return engine_pids(daemon)
 
             over = asyncio.Event()
