@@ -28,6 +28,7 @@ from inferencecenter.config.sections import (
     Section,
     TelemetrySettings,
 )
+from inferencecenter.core.addresses import parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +43,14 @@ MODEL_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$"
 def _base_path(value: str) -> str:
     if value and (not value.startswith("/") or value.endswith("/")):
         raise ValueError("must be empty or start with / and not end with it, as in /inference")
+    return value
+
+
+def _reachable(value: str) -> str:
+    """Refuse addresses that stand for all of a machine: other machines are told to connect to this one."""
+    host = value.rsplit(":", 1)[0] if value.count(":") == 1 else value
+    if (parsed := parse_address(host)) is not None and parsed.is_unspecified:
+        raise ValueError("must be an address at which other machines reach this one, as 192.168.1.7")
     return value
 
 
@@ -546,10 +555,13 @@ class ModelEntry(Section):
         return self
 
 
+_HeadAddress = Annotated[str, StringConstraints(pattern=r"^[^:/]+:[0-9]{1,5}$"), AfterValidator(_reachable)]
+
+
 class ClusterSettings(Section):
     """Other machines that run engines; needs the extra `cluster`."""
 
-    address: Annotated[str, StringConstraints(pattern=r"^[^:/]+:[0-9]{1,5}$")] | None = Field(
+    address: _HeadAddress | None = Field(
         None,
         description="Address of the cluster's head, as `inferencecenter node head` prints it; this machine must be a "
         "node too. If not set, there are no other machines.",
@@ -559,11 +571,9 @@ class ClusterSettings(Section):
         description="File with the cluster's token; if not set, `~/.ray/auth_token`. The token permits to run code on "
         "all nodes.",
     )
-    listen: str | None = Field(
+    listen: Annotated[str, StringConstraints(min_length=1), AfterValidator(_reachable)] | None = Field(
         None,
-        min_length=1,
-        description="Address of this machine on which hosts of engines connect to the daemon, by TLS; if not set, that "
-        "of the head.",
+        description="Address of this machine to which hosts of engines connect, by TLS; if not set, that of the head.",
     )
     port: int = Field(
         6381, ge=0, le=65535, description="Port for that; 0 picks a free one, which changes with restarts."

@@ -97,7 +97,7 @@ def test_token_file(token_file: Path) -> None:
         (PRIVATE, "192.168.1.7", ()),
         ("127.0.0.1:6380", "127.0.0.1", ()),
         ("8.8.8.8:6380", "8.8.8.8", ("the head is at 8.8.8.8, which is a public address",)),
-        (PRIVATE, "0.0.0.0", ("hosts connect to 0.0.0.0, which is every address of this machine",)),
+        ("0.0.0.0:6380", None, ("the head is at 0.0.0.0, which is every address of this machine",)),
         (PRIVATE, "8.8.4.4", ("hosts connect to 8.8.4.4, which is a public address",)),
     ],
 )

@@ -112,6 +112,21 @@ def test_invalid_list_item_is_named(tmp_path: Path) -> None:
     assert "nowhere" in error.message
 
 
+@pytest.mark.parametrize(("name", "value"), [("listen", "0.0.0.0"), ("listen", "::"), ("address", "0.0.0.0:6380")])
+def test_other_machines_are_not_told_to_connect_to_every_address(tmp_path: Path, name: str, value: str) -> None:
+    """They would connect to themselves."""
+    error = _refused(_file(tmp_path, f'[cluster]\n{name} = "{value}"\n'))
+    assert error.field == f"cluster.{name}"
+    assert "other machines reach this one" in error.message
+
+
+def test_cluster_addresses_may_have_any_form(tmp_path: Path) -> None:
+    """Names, IPv4 and IPv6 addresses."""
+    for listen in ("box1.lan", "192.168.1.7", "fd00::1"):
+        path = _file(tmp_path, f'[cluster]\naddress = "head:6380"\nlisten = "{listen}"\n')
+        assert load_settings(path).cluster.listen == listen
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     """``problems`` has one error for each invalid value."""
     error = _refused(_file(tmp_path, '[server]\nport = -1\nhosst = "a"\n[log]\nlevel = "loud"\n'))
