@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from tests.rpc.server import RpcServer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcServer]:
