@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,9 +78,7 @@ _NEUTRAL: Final[dict[str, object]] = {
 _READ_AT_EXEC: Final = ("LD_", "PYTHON", "MALLOC_", "GLIBC_")
 _OF_FILES_AND_PIPES: Final = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUNBUFFERED")
 """What Python reads at its start, but what does not change what a program does."""
-_PR_GET_TID_ADDRESS: Final = 40
-_SYS_CLONE: Final = 56 if os.uname().machine == "x86_64" else 220
-_CLONE_FLAGS: Final = 0x8000 | 0x200000 | 0x1000000  # PARENT, CHILD_CLEARTID, CHILD_SETTID
+_PR_SET_CHILD_SUBREAPER: Final = 36
 _SENT_TO_GROUPS: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _MESSAGE_BYTES: Final = 2**20
 _ABOVE: Final = 512
@@ -140,6 +139,7 @@ class _Template:
 
     def __init__(self, run: Callable[[socket.socket], Callable[[], object]]) -> None:
         self._lock = threading.Lock()
+        self._prctl = ctypes.CDLL(None).prctl
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._wait = run(theirs)
@@ -150,10 +150,17 @@ class _Template:
         self._wait()
 
     def start(self, program: _Program, given: Sequence[int]) -> int:
-        """Fork a program, a child of this process, and return its process id."""
+        """Fork a program and return its process id.
+
+        The template's child, which forks it and ends, leaves it to this process, the nearest subreaper.
+        """
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(asdict(program)).encode()], given)
-            return int(self._socket.recv(_MESSAGE_BYTES))
+            self._prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                socket.send_fds(self._socket, [json.dumps(asdict(program)).encode()], given)
+                return int(self._socket.recv(_MESSAGE_BYTES))
+            finally:
+                self._prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 _templates: list[_Template] = []
@@ -329,31 +336,19 @@ def _serve(asked: socket.socket) -> tuple[_Program, list[int]]:
         if program.module == "tests.mcp.server" or "INFERENCECENTER_MCP" in program.env:
             for name in _MCP:
                 importlib.import_module(name)
-        if (pid := _fork_sibling()) == 0:
+        told, telling = os.pipe()
+        if (between := os.fork()) == 0:
+            parent = os.getpid()
+            if (pid := os.fork()) != 0:
+                os.write(telling, str(pid).encode())
+                os._exit(0)
+            while os.getppid() == parent:  # a program may have itself killed with its parent
+                time.sleep(0.0005)
             return program, fds
-        asked.send(str(pid).encode())
-        for fd in fds:
+        os.waitpid(between, 0)
+        asked.send(os.read(told, 32))
+        for fd in (told, telling, *fds):
             os.close(fd)
-
-
-def _fork_sibling() -> int:
-    """Fork this process, which has one thread, as a child of its parent; return the process id, 0 in the fork.
-
-    It is the system call, since no function of the C library does this. The C library keeps the id of a thread in
-    memory, which the kernel writes in the fork, where it writes it for the library's ``fork``, too.
-    """
-    library, python = ctypes.PyDLL(None, use_errno=True), ctypes.pythonapi
-    thread_id = ctypes.c_void_p()
-    assert library.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(thread_id), 0, 0, 0) == 0, "the kernel tells the address"
-    python.PyOS_BeforeFork()
-    arguments = [ctypes.c_ulong(_CLONE_FLAGS), None, None, thread_id, thread_id]  # the last two: the order differs
-    pid = int(library.syscall(ctypes.c_long(_SYS_CLONE), *arguments))
-    if pid == 0:
-        python.PyOS_AfterFork_Child()
-    else:
-        python.PyOS_AfterFork_Parent()
-        assert pid > 0, os.strerror(ctypes.get_errno())
-    return pid
 
 
 def _main() -> NoReturn:

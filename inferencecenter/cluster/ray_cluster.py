@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import msgspec
 import structlog
 
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc.link import ModelFile
 from inferencecenter.supervisor.process import NodeUnreachableError
 
@@ -85,9 +87,10 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Start a host on a node, in place of an earlier one of the engine, list the nodes, or examine all of them.
 
-    To be examined are ``files``, and whether ``listeners`` can be reached.
+    To be examined are ``files``, and whether ``listeners`` can be reached. The reply has the same ``number``.
     """
 
+    number: int = 0
     op: Literal["start", "nodes", "examine"]
     engine: str = ""
     node: str = ""
@@ -100,6 +103,7 @@ class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
 class RayReply(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes, and what was found out about them, or why the request failed."""
 
+    number: int = 0
     nodes: tuple[RayNode, ...] = ()
     facts: tuple[NodeFacts, ...] = ()
     error: str = ""
@@ -119,6 +123,8 @@ class ProbeReply(msgspec.Struct, frozen=True, kw_only=True):
 class RayCluster:
     """A connection to a cluster, through a child process that is started again when it ends.
 
+    Requests are independent: one about a machine that does not answer delays no other.
+
     Args:
         address: Of the cluster's head.
         token_file: The cluster's token; ``None`` for Ray's default file.
@@ -129,6 +135,9 @@ class RayCluster:
         self._token_file = token_file
         self._driver: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[RayReply]] = {}
+        self._tasks = TaskGroup("ray-cluster")
 
     async def nodes(self) -> tuple[RayNode, ...]:
         """Return the machines that have joined.
@@ -161,23 +170,28 @@ class RayCluster:
         """End the child; hosts keep running."""
         async with self._lock:
             await self._end_driver()
+            await self._tasks.cancel()
 
     async def _request(self, request: RayRequest) -> RayReply:
-        async with self._lock:
-            try:
-                async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    reply = await self._exchange(request)
-            except TimeoutError:
-                await self._end_driver()
-                raise NodeUnreachableError(f"no reply within {REQUEST_TIMEOUT_S:g} s") from None
-            except BaseException:
-                await self._end_driver()  # its next line may be the reply to this request
-                raise
-        if reply.error:
-            raise NodeUnreachableError(reply.error)
-        return reply
+        reply: asyncio.Future[RayReply] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                async with self._lock:
+                    driver = await self._running_driver()
+                    self._replies[number] = reply
+                    await self._send(driver, msgspec.structs.replace(request, number=number))
+                found = await reply
+        except TimeoutError:
+            await self.close()  # it answers within its own timeouts, or hangs
+            raise NodeUnreachableError(f"no reply within {REQUEST_TIMEOUT_S:g} s") from None
+        finally:
+            self._replies.pop(number, None)
+        if found.error:
+            raise NodeUnreachableError(found.error)
+        return found
 
-    async def _exchange(self, request: RayRequest) -> RayReply:
+    async def _running_driver(self) -> asyncio.subprocess.Process:
         driver = self._driver
         if driver is None or driver.returncode is not None:
             driver = self._driver = await asyncio.create_subprocess_exec(
@@ -191,15 +205,35 @@ class RayCluster:
                 env=ray_environment(self._token_file),
                 limit=_MAX_REPLY_BYTES,
             )
+            self._tasks.spawn(self._read(driver), name="read")
+        return driver
+
+    @staticmethod
+    async def _send(driver: asyncio.subprocess.Process, request: RayRequest) -> None:
         assert driver.stdin is not None, "it was started with pipes"
-        assert driver.stdout is not None, "it was started with pipes"
         driver.stdin.write(msgspec.json.encode(request) + b"\n")
-        with suppress(ConnectionError):  # it has ended, which the next line reports
+        with suppress(ConnectionError):  # it has ended, which the end of its output reports
             await driver.stdin.drain()
-        while line := await driver.stdout.readline():
-            if line.startswith(b"{"):  # Ray writes lines of its own
-                return msgspec.json.decode(line, type=RayReply)
-        raise NodeUnreachableError(f"the Ray cluster at {self._address} cannot be reached, or refuses the token")
+
+    async def _read(self, driver: asyncio.subprocess.Process) -> None:
+        """Pass replies on until the driver ends; what it has not answered then fails."""
+        assert driver.stdout is not None, "it was started with pipes"
+        try:
+            while line := await driver.stdout.readline():
+                if line.startswith(b"{"):  # Ray writes lines of its own
+                    reply = msgspec.json.decode(line, type=RayReply)
+                    self._resolve(reply.number, reply)
+        finally:
+            if self._driver is driver:
+                self._driver = None
+            error = f"the Ray cluster at {self._address} cannot be reached, or refuses the token"
+            for number in tuple(self._replies):
+                self._resolve(number, RayReply(number=number, error=error))
+
+    def _resolve(self, number: int, reply: RayReply) -> None:
+        waiting = self._replies.pop(number, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
 
     async def _end_driver(self) -> None:
         driver, self._driver = self._driver, None

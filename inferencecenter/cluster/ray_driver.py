@@ -1,7 +1,7 @@
 """The process that talks to Ray: ``python -m inferencecenter.cluster.ray_driver ADDRESS``.
 
 Ray ends a process that has connected to a cluster when it loses the cluster, and takes 80 MiB of it. So the front does
-that in a child, with a request and a reply a line of JSON (``RayRequest``, ``RayReply``), one after the other.
+that in a child, with a request and a reply a line of JSON (``RayRequest``, ``RayReply``), each request in a thread.
 """
 
 from __future__ import annotations
@@ -176,20 +176,26 @@ def _start(request: RayRequest) -> None:
     ray.get(actor.start.remote(request.module, request.ticket.encode()), timeout=_START_TIMEOUT_S)
 
 
+def _serve(request: RayRequest, writing: threading.Lock) -> None:
+    try:
+        if request.op == "start":
+            _start(request)
+        facts = _examine(request) if request.op == "examine" else ()
+        reply = RayReply(number=request.number, nodes=_nodes(), facts=facts)
+    except Exception as error:  # noqa: BLE001 - a border: Ray raises many kinds
+        reply = RayReply(number=request.number, error=_last_line(error))
+    with writing:
+        sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
+        sys.stdout.buffer.flush()
+
+
 def main() -> int:
     """Connect to the cluster, and serve requests until the end of standard input."""
     ray.init(address=sys.argv[1], namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    writing = threading.Lock()
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=RayRequest)
-        try:
-            if request.op == "start":
-                _start(request)
-            facts = _examine(request) if request.op == "examine" else ()
-            reply = RayReply(nodes=_nodes(), facts=facts)
-        except Exception as error:  # noqa: BLE001 - a border: Ray raises many kinds
-            reply = RayReply(error=_last_line(error))
-        sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
-        sys.stdout.buffer.flush()
+        threading.Thread(target=_serve, args=(request, writing), daemon=True).start()
     return 0
 
 

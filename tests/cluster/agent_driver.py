@@ -25,15 +25,15 @@ def main() -> int:
     nodes = tuple(RayNode(name=name, address=address, alive=True) for name, address in addresses.items())
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=RayRequest)
-        reply = RayReply(nodes=nodes)
+        reply = RayReply(number=request.number, nodes=nodes)
         if request.op == "start":
             try:
                 with socket.create_connection((addresses[request.node], PORT), timeout=_TIMEOUT_S) as agent:
                     agent.sendall(line)
                     if not agent.recv(1):
-                        reply = RayReply(error="the agent started nothing")
+                        reply = RayReply(number=request.number, error="the agent started nothing")
             except OSError as error:
-                reply = RayReply(error=str(error))
+                reply = RayReply(number=request.number, error=str(error))
         sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
     return 0
