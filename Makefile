@@ -30,12 +30,14 @@ tmpfilesdir ?= $(sysconfdir)/tmpfiles.d
 WHEELS ?= build/wheels
 # Vulkan's compiler and headers, where they are installed.
 VULKAN_TOOLS := $(and $(shell command -v glslc),$(wildcard /usr/include/vulkan/vulkan.hpp),$(wildcard /usr/include/spirv/unified1/spirv.hpp))
+DEVICE_LIBRARIES := INFERENCECENTER_TEST_RPC_LIBS="$${INFERENCECENTER_TEST_RPC_LIBS-$(CURDIR)/build/llama-rpc}" \
+	INFERENCECENTER_TEST_VULKAN_LIBS="$${INFERENCECENTER_TEST_VULKAN_LIBS-$(if $(VULKAN_TOOLS),$(CURDIR)/build/llama-vulkan)}"
 INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)' unitdir='$(unitdir)' \
 	sysusersdir='$(sysusersdir)' tmpfilesdir='$(tmpfilesdir)' DESTDIR='$(DESTDIR)' PYTHON='$(PYTHON)' tools/service
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run nn test test-devices test-slow test-extra test-clients test-all lint docs site clean wheels install install-files uninstall libraries
+.PHONY: help run nn test test-devices test-slow device-libraries test-extra test-clients test-all lint docs site clean wheels install install-files uninstall libraries
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,12 +51,13 @@ nn: ## Build the C library in build/nn
 test: $(VENV)/.installed-dev $(LIBRARIES) ## Run the fast tests, a few minutes
 	$(BIN)/pytest
 
-test-slow: $(VENV)/.installed-dev $(LIBRARIES) test-devices ## Run the slow tests
-	INFERENCECENTER_TEST_RPC_LIBS="$${INFERENCECENTER_TEST_RPC_LIBS-$(CURDIR)/build/llama-rpc}" \
-	INFERENCECENTER_TEST_VULKAN_LIBS="$${INFERENCECENTER_TEST_VULKAN_LIBS-$(if $(VULKAN_TOOLS),$(CURDIR)/build/llama-vulkan)}" \
-	$(BIN)/pytest -m slow
+test-slow: $(VENV)/.installed-dev $(LIBRARIES) device-libraries ## Run the slow tests
+	$(DEVICE_LIBRARIES) $(BIN)/pytest -m slow
 
-test-devices: $(VENV)/.installed-dev ## Build llama.cpp with RPC, and with Vulkan where its compiler is installed, for the slow tests
+test-devices: $(VENV)/.installed-dev $(LIBRARIES) device-libraries ## Run the slow tests of GPUs, Vulkan and RPC
+	$(DEVICE_LIBRARIES) $(BIN)/pytest -m slow tests/gpu tests/vulkan tests/rpc
+
+device-libraries: $(VENV)/.installed-dev ## Build llama.cpp with RPC, and with Vulkan where its compiler is installed, for tests
 	@[ -n "$${INFERENCECENTER_TEST_RPC_LIBS+set}" ] || CUDA= VULKAN= CMAKE_ARGS=-DGGML_RPC=ON $(BIN)/python -m tools.llama unpack build/llama-rpc
 	@[ -n "$${INFERENCECENTER_TEST_VULKAN_LIBS+set}" ] || [ -z '$(VULKAN_TOOLS)' ] || \
 		CUDA= VULKAN=1 CMAKE_ARGS= $(BIN)/python -m tools.llama unpack build/llama-vulkan
