@@ -40,7 +40,7 @@ INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)'
 .PHONY: help run nn test test-devices test-slow device-libraries test-extra test-clients test-all lint docs site clean wheels install install-files uninstall libraries
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed $(LIBRARIES) ## Install and start the daemon: MODEL=file.gguf PORT=3000 CONFIG=file.toml CUDA=1 VULKAN=1
 	@exec $(BIN)/inferencecenter serve $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
@@ -57,7 +57,8 @@ test-slow: $(VENV)/.installed-dev $(LIBRARIES) device-libraries ## Run the slow 
 test-devices: $(VENV)/.installed-dev $(LIBRARIES) device-libraries ## Run the slow tests of GPUs, Vulkan and RPC
 	$(DEVICE_LIBRARIES) $(BIN)/pytest -m slow tests/gpu tests/vulkan tests/rpc
 
-device-libraries: $(VENV)/.installed-dev ## Build llama.cpp with RPC, and with Vulkan where its compiler is installed, for tests
+# llama.cpp with RPC, and with Vulkan where its compiler is installed.
+device-libraries: $(VENV)/.installed-dev
 	@[ -n "$${INFERENCECENTER_TEST_RPC_LIBS+set}" ] || CUDA= VULKAN= CMAKE_ARGS=-DGGML_RPC=ON $(BIN)/python -m tools.llama unpack build/llama-rpc
 	@[ -n "$${INFERENCECENTER_TEST_VULKAN_LIBS+set}" ] || [ -z '$(VULKAN_TOOLS)' ] || \
 		CUDA= VULKAN=1 CMAKE_ARGS= $(BIN)/python -m tools.llama unpack build/llama-vulkan
