@@ -77,16 +77,19 @@ def test_turn_is_answered(engine: Engine) -> None:
 
 
 def test_many_turns_at_once_get_their_own_answers(engine: Engine) -> None:
-    """Eight sessions on two slots: each gets its own text, and each turn ends once."""
+    """Eight sessions, while two long turns have both slots: each gets its own text, and each turn ends once."""
+    long = [submit(f"long{n}", "x" * 10_000) for n in range(2)]
+    engine.front.send(*long)
+    events = engine.front.events
+    engine.front.read_until(lambda: all(turn.turn_id in events for turn in long))
     turns = [submit(f"t{n}", f"words of {n}") for n in range(8)]
-    engine.backend.decoding.clear()
     engine.tell(*turns)
-    engine.backend.decoding.set()
-    engine.front.wait_for(*(turn.turn_id for turn in turns))
+    engine.front.read_until(lambda: any(isinstance(event, QueuePosition) for event in events.get("t7", ())))
+    engine.front.send(*(AbortTurn(turn.turn_id) for turn in long))
+    engine.front.wait_for(*(turn.turn_id for turn in (*turns, *long)))
     for n in range(8):
         assert engine.front.text(f"t{n}") == f"words of {n}"
-        assert sum(isinstance(event, Finished) for event in engine.front.events[f"t{n}"]) == 1
-    assert any(isinstance(event, QueuePosition) for event in engine.front.events["t7"])
+        assert sum(isinstance(event, Finished) for event in events[f"t{n}"]) == 1
     last = engine.front.frames[-1]
     assert isinstance(last, StepOutput)
     assert (last.running, last.waiting) == (0, 0)
