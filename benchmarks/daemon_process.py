@@ -115,7 +115,7 @@ class DaemonSettings:
             replicated: dict[str, object] = {"path": str(self.model or "echo")}
             if self.hosted:
                 replicated["nodes"] = [node_name(index) for index in range(self.hosted)]
-                settings |= {"CLUSTER__ADDRESS": _NO_RAY, "CLUSTER__PORT": "0"}
+                settings |= {"CLUSTER__ADDRESS": _NO_RAY, "CLUSTER__PORT": "0", "CLUSTER__FILES_PORT": "0"}
             else:
                 replicated["replicas"] = self.replicas
             settings |= {"MODEL__NAME": _REPLICATED, "MODELS": orjson.dumps({_REPLICATED: replicated}).decode()}

@@ -47,7 +47,8 @@ def main() -> int:
                 last.wait()
             hosts[request.engine] = start_host(request.ticket.encode(), nodes / request.node)
         found = tuple(RayNode(name=each.name, address="127.0.0.1", alive=True) for each in nodes.iterdir())
-        sys.stdout.buffer.write(msgspec.json.encode(RayReply(nodes=found)) + b"\n")
+        reply = RayReply(number=request.number, nodes=found)
+        sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
     return 0
 

@@ -103,7 +103,7 @@ class RayRequest(msgspec.Struct, frozen=True, kw_only=True):
 class RayReply(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes, and what was found out about them, or why the request failed."""
 
-    number: int = 0
+    number: int
     nodes: tuple[RayNode, ...] = ()
     facts: tuple[NodeFacts, ...] = ()
     error: str = ""

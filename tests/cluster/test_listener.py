@@ -221,7 +221,7 @@ async def test_ticket_names_the_node(listener: HostListener, monkeypatch: pytest
 
     async def request(_cluster: RayCluster, request: RayRequest) -> RayReply:
         sent.append(request)
-        return RayReply()
+        return RayReply(number=request.number)
 
     monkeypatch.setattr(RayCluster, "_request", request)
     await RayStarter(RayCluster("127.0.0.1:1"), "box2", module="host").start(listener.ticket("m/0"))
