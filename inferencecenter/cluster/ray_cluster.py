@@ -136,6 +136,7 @@ class RayCluster:
         self._driver: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._numbers = itertools.count(1)
+        # The requests that the running child has not answered.
         self._replies: dict[int, asyncio.Future[RayReply]] = {}
         self._tasks = TaskGroup("ray-cluster")
 
@@ -185,8 +186,6 @@ class RayCluster:
         except TimeoutError:
             await self.close()  # it answers within its own timeouts, or hangs
             raise NodeUnreachableError(f"no reply within {REQUEST_TIMEOUT_S:g} s") from None
-        finally:
-            self._replies.pop(number, None)
         if found.error:
             raise NodeUnreachableError(found.error)
         return found
@@ -205,7 +204,8 @@ class RayCluster:
                 env=ray_environment(self._token_file),
                 limit=_MAX_REPLY_BYTES,
             )
-            self._tasks.spawn(self._read(driver), name="read")
+            self._replies = {}
+            self._tasks.spawn(self._read(driver, self._replies), name="read")
         return driver
 
     @staticmethod
@@ -215,25 +215,23 @@ class RayCluster:
         with suppress(ConnectionError):  # it has ended, which the end of its output reports
             await driver.stdin.drain()
 
-    async def _read(self, driver: asyncio.subprocess.Process) -> None:
+    async def _read(self, driver: asyncio.subprocess.Process, replies: dict[int, asyncio.Future[RayReply]]) -> None:
         """Pass replies on until the driver ends; what it has not answered then fails."""
         assert driver.stdout is not None, "it was started with pipes"
         try:
             while line := await driver.stdout.readline():
                 if line.startswith(b"{"):  # Ray writes lines of its own
                     reply = msgspec.json.decode(line, type=RayReply)
-                    self._resolve(reply.number, reply)
+                    waiting = replies.pop(reply.number)
+                    if not waiting.done():  # it may have been cancelled
+                        waiting.set_result(reply)
         finally:
             if self._driver is driver:
                 self._driver = None
             error = f"the Ray cluster at {self._address} cannot be reached, or refuses the token"
-            for number in tuple(self._replies):
-                self._resolve(number, RayReply(number=number, error=error))
-
-    def _resolve(self, number: int, reply: RayReply) -> None:
-        waiting = self._replies.pop(number, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
+            for number, waiting in replies.items():
+                if not waiting.done():
+                    waiting.set_result(RayReply(number=number, error=error))
 
     async def _end_driver(self) -> None:
         driver, self._driver = self._driver, None
