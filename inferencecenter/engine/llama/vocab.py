@@ -6,7 +6,8 @@ import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from itertools import compress, repeat
+from typing import TYPE_CHECKING, Any, Final
 
 from llama_cpp import llama_cpp as lib
 
@@ -15,7 +16,7 @@ from inferencecenter.ipc.images import is_row
 from inferencecenter.ipc.messages import InfillTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from inferencecenter.ipc.messages import PromptSegment
 
@@ -51,9 +52,9 @@ class Vocabulary:
         self.add_bos: bool = lib.llama_vocab_get_add_bos(handle)
         self.bos: int = lib.llama_vocab_bos(handle)
         self.eos: int = lib.llama_vocab_eos(handle)
-        tokens = range(self.n_tokens)
-        self._attributes = [lib.llama_vocab_get_attr(handle, token) for token in tokens]
-        self.end_tokens = frozenset(token for token in tokens if lib.llama_vocab_is_eog(handle, token))
+        self._attributes: list[int] = list(self._of_each_token(lib.llama_vocab_get_attr))
+        ends: Iterator[bool] = self._of_each_token(lib.llama_vocab_is_eog)
+        self.end_tokens = frozenset(compress(range(self.n_tokens), ends))
         self._bytes: list[bytes | None] = [None] * self.n_tokens
         self._fence_tokens = self._fence()
 
@@ -92,7 +93,7 @@ class Vocabulary:
         """
         if lib.llama_vocab_type(self._handle) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
             return 0
-        return max(len(lib.llama_vocab_get_text(self._handle, token)) for token in range(self.n_tokens))
+        return max(map(len, self._of_each_token(lib.llama_vocab_get_text)))
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
         """Return the token ids of ``pieces``, including BOS if the model uses one and ``first`` is set.
@@ -172,6 +173,17 @@ class Vocabulary:
         if (self.bos, self.eos, self.end_tokens) != (other.bos, other.eos, other.end_tokens):
             return "other tokens begin or end a text"
         return ""
+
+    def _of_each_token(self, function: Any) -> Iterator[Any]:
+        """Call a function of the library, which takes a vocabulary and a token, for each token.
+
+        It is called with the GIL and without conversion of arguments, in a third of the time: a vocabulary has up to
+        some hundred thousand tokens, and this is part of loading a model.
+        """
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None, "the bindings have loaded it"
+        call = ctypes.PYFUNCTYPE(function.restype)(address)
+        return map(call, repeat(ctypes.c_void_p(self._handle)), range(self.n_tokens))
 
     def _is_special(self, token: int) -> bool:
         """Return whether text after a token begins anew: it is not merged with it, nor with rows of an image."""
