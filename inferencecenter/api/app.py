@@ -34,11 +34,13 @@ class DeferredRoutes(BaseRoute):
         self._loaded = asyncio.Event()
 
     async def load(self, app: Starlette) -> None:
-        """Import the APIs in a thread, and replace this route in the application."""
+        """Import the APIs in a thread, replace this route in the application, and read the files of the web page."""
         operations = await asyncio.to_thread(import_module, _OPERATIONS)
         place = app.routes.index(self)
         app.routes[place : place + 1] = operations.api_routes(self._context)
         self._loaded.set()
+        if self._context.settings.web:
+            await asyncio.to_thread(read_web_files)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match any request."""
@@ -64,7 +66,7 @@ def create_app(context: ServerContext, *more: BaseRoute) -> Starlette:
     endpoint = WebSocketEndpoint(context)
     routes: list[BaseRoute] = [WebSocketRoute(path, endpoint) for path in paths]
     if context.settings.web:
-        routes += WebPage(read_web_files(), base_path=base, otherwise=pages.about).routes()
+        routes += WebPage(base_path=base, otherwise=pages.about).routes()
     routes += [Route(path, pages.about) for path in paths]
     routes += [
         Route(base + "/healthz", pages.healthz),

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from inferencecenter import __version__
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _COMMANDS: Final = {
     "serve": "Run the daemon.",
@@ -104,8 +98,7 @@ def _global_options(
 def main() -> None:
     """Run the command line; a known error prints one message to standard error and sets the exit code."""
     try:
-        with _faster_start():
-            app()
+        app()
     except InferenceCenterError as error:
         _end(error)
     except ModuleNotFoundError as error:
@@ -127,25 +120,6 @@ def main() -> None:
                 hint="Run the command as the owner of the file; HOME and the state directory must belong to that user.",
             )
         )
-
-
-@contextmanager
-def _faster_start() -> Iterator[None]:
-    """For ``serve``, spawn the engine's interpreter first, and disable garbage collection during the imports.
-
-    Imports create hardly any garbage, and collections take a tenth of their time. The daemon collects once it listens.
-    """
-    if sys.argv[1:2] != ["serve"] or "--help" in sys.argv:
-        yield
-        return
-    from inferencecenter.ipc.engine_child import prespawned  # noqa: PLC0415 - other commands start no engine
-
-    gc.disable()
-    try:
-        with prespawned():
-            yield
-    finally:
-        gc.enable()
 
 
 def _is_of_server(error: ModuleNotFoundError) -> bool:

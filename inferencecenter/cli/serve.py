@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.panel import Panel
-from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, StateDirOption, given
-from inferencecenter.cli.output import stdout
 from inferencecenter.cli.reach import admin_token_file, on_this_machine
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.settings import ServerSettings
@@ -113,14 +111,36 @@ def announce(announcement: Announcement, settings: Settings) -> None:
     usual = settings.server.port == ServerSettings().port
     url = "" if usual else f" --url {on_this_machine(announcement.address).replace('http', 'ws', 1)}"
     lines += [("Chat     ", f"inferencecenter chat{url}")]
+    link = web_link(announcement.address, token) if settings.server.web else None
+    if _is_plain():
+        lines += [("Web      ", link)] if link is not None else []
+        typer.echo("\n".join(label + value for label, value in lines))
+    else:
+        _announce_to_terminal(lines, link)
+
+
+def _is_plain() -> bool:
+    """Return whether standard output takes plain text; ``rich`` then need not be imported, in a twentieth of a second.
+
+    Otherwise it decides, by its rules.
+    """
+    return not sys.stdout.isatty() and not {"FORCE_COLOR", "TTY_COMPATIBLE"} & os.environ.keys()
+
+
+def _announce_to_terminal(lines: list[tuple[str, str]], link: str | None) -> None:
+    from rich.panel import Panel  # noqa: PLC0415 - see _is_plain
+    from rich.text import Text  # noqa: PLC0415
+
+    from inferencecenter.cli.output import stdout  # noqa: PLC0415
+
     text = Text("\n").join(Text.assemble((label, "dim"), value) for label, value in lines)
     if stdout.is_terminal:
         stdout.print(Panel(text, title="InferenceCenter", expand=False))
     else:
         stdout.print(text, soft_wrap=True)
-    if settings.server.web:
+    if link is not None:
         # Outside the frame, which would break a long link.
-        stdout.print(Text.assemble(("Web      ", "dim"), web_link(announcement.address, token)), soft_wrap=True)
+        stdout.print(Text.assemble(("Web      ", "dim"), link), soft_wrap=True)
 
 
 def web_link(address: str, token: str | None) -> str:

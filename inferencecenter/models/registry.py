@@ -14,7 +14,7 @@ from inferencecenter.config.sections import EngineSettings, expand
 from inferencecenter.config.settings import MODEL_NAME, bundled_model, bundled_projector
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware import ggml
-from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
+from inferencecenter.hardware.gguf import SHARD, read_summary
 from inferencecenter.hardware.model_shape import ENCODERS
 from inferencecenter.models.files import gguf_paths
 from inferencecenter.models.reference import projector_name
@@ -434,10 +434,7 @@ def _former_name(settings: Settings) -> str | None:
     chosen = settings.model
     if chosen.name is not None or chosen.path is None or settings.engine.backend != "llama":
         return None
-    try:
-        own = read_gguf(chosen.path).metadata.get("general.name")
-    except InferenceCenterError:  # its engine reports the error
-        return None
+    own = read_summary(chosen.path).get("general.name")
     return own[:_LONGEST_NAME] if isinstance(own, str) and own else None
 
 

@@ -1,10 +1,11 @@
 """The web page over HTTP: its front page at the daemon's URL, its files below ``web/``.
 
-Only files read at the start are served, so no path leads outside.
+Only files read once, after the start, are served, so no path leads outside.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import posixpath
@@ -196,16 +197,15 @@ _LOOK_AGAIN: Final = "no-cache"
 
 
 class WebPage:
-    """Serves the page and its files.
+    """Serves the page and its files, which the first request for one reads in a thread unless it was done before.
 
     Args:
-        files: All files.
         base_path: Prefix of every path.
         otherwise: Handles requests for the front page's path that do not accept HTML.
     """
 
-    def __init__(self, files: WebFiles, *, base_path: str, otherwise: Callable[[Request], Awaitable[Response]]) -> None:
-        self._files = files
+    def __init__(self, *, base_path: str, otherwise: Callable[[Request], Awaitable[Response]]) -> None:
+        self._files: WebFiles | None = None
         self._base_path = base_path
         self._otherwise = otherwise
 
@@ -222,7 +222,8 @@ class WebPage:
     async def front_page(self, request: Request) -> Response:
         """Return the front page to a browser."""
         if _wants_html(request):
-            return _answer(request, self._files.front_page, caching=_LOOK_AGAIN)
+            files = await self._read()
+            return _answer(request, files.front_page, caching=_LOOK_AGAIN)
         response = await self._otherwise(request)
         response.headers["vary"] = "accept"
         return response
@@ -236,11 +237,17 @@ class WebPage:
     async def file(self, request: Request) -> Response:
         """Return a file of the page, by its path with or without the version."""
         path: str = request.path_params["path"]
-        bare = path.removeprefix(f"{self._files.version}/")
-        found = self._files.assets.get(bare)
+        files = await self._read()
+        bare = path.removeprefix(f"{files.version}/")
+        found = files.assets.get(bare)
         if found is None:
             return _not_found()
         return _answer(request, found, caching=_LOOK_AGAIN if bare == path else _FOREVER)
+
+    async def _read(self) -> WebFiles:
+        if self._files is None:
+            self._files = await asyncio.to_thread(read_web_files)
+        return self._files
 
 
 def _answer(request: Request, file: WebFile, *, caching: str) -> Response:

@@ -18,9 +18,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 import orjson
-import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.hidden_modules import hidden_modules
+
+with hidden_modules("rich", "colorama", "better_exceptions", "greenlet"):
+    import structlog  # tracebacks are plain, and importing these takes as long as all others of a log line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter import __version__, daemon
+from inferencecenter import cli as cli_package
 from inferencecenter.cli import app, checks
 from inferencecenter.cli.checks import Check, CheckResult
 from inferencecenter.core.errors import ERRORS, ErrorCode
@@ -174,7 +175,7 @@ def test_daemon_starts_without_garbage_collection(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine_child, "prespawned", nullcontext)
     for command in ("serve", "stats"):
         monkeypatch.setattr(sys, "argv", ["inferencecenter", command])
-        app.main()
+        cli_package.main()
         assert gc.isenabled()
     assert collects == [False, True]
 
