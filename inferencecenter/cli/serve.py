@@ -108,7 +108,7 @@ def announce(announcement: Announcement, settings: Settings) -> None:
         lines += [("Token in ", f"{token_file} (shown once, kept hashed; this file is for the command line)")]
     elif announcement.admin_token is not None:
         lines += [("Token in ", str(token_file))]
-    usual = settings.server.port == ServerSettings().port
+    usual = settings.server.port == ServerSettings.model_fields["port"].default
     url = "" if usual else f" --url {on_this_machine(announcement.address).replace('http', 'ws', 1)}"
     lines += [("Chat     ", f"inferencecenter chat{url}")]
     link = web_link(announcement.address, token) if settings.server.web else None

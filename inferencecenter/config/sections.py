@@ -30,9 +30,12 @@ ExpandedPath = Annotated[Path, AfterValidator(expand)]
 
 
 class Section(BaseModel):
-    """A table of the configuration file."""
+    """A table of the configuration file.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    Most are only validated as a part of ``Settings``, so the validator of one alone is built when it is first used.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 def _clients_file() -> Path | None:

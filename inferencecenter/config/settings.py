@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import platformdirs
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from inferencecenter.config.limits import AccessLimits, Network
 from inferencecenter.config.sections import (
@@ -604,16 +603,10 @@ class ClusterSettings(Section):
     )
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings. ``load_settings`` reads them; the constructor reads no file and no environment variable."""
 
-    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
-        extra="forbid",
-        frozen=True,
-        env_prefix=ENV_PREFIX,
-        env_nested_delimiter="__",
-        nested_model_default_partial_update=True,
-    )
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     state_dir: ExpandedPath = Field(
         default_factory=_state_dir,
@@ -658,24 +651,19 @@ class Settings(BaseSettings):
     log: LogSettings = Field(default_factory=LogSettings)
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use only the values of ``load_settings``, which merges the layers itself to know the origin of each value."""
-        return (init_settings,)
+
+def sections() -> dict[str, type[BaseModel]]:
+    """Return the model of each section by its name."""
+    annotations = {name: field.annotation for name, field in Settings.model_fields.items()}
+    return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 
 
 def setting_fields() -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the field of every setting, in the order of the documentation."""
+    models = sections()
     for name, field in Settings.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            for inner, inner_field in field.annotation.model_fields.items():
+        if name in models:
+            for inner, inner_field in models[name].model_fields.items():
                 yield f"{name}.{inner}", inner_field
         else:
             yield name, field

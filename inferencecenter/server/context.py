@@ -16,7 +16,7 @@ from inferencecenter.auth.authentication import Authenticator
 from inferencecenter.auth.rate_limits import OperationRateLimiter, Pacer, RefusalBackoffs, rate_limit_key
 from inferencecenter.config.sections import AuthSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.core.fair_queue import FairWorker
+from inferencecenter.core.fair_worker import FairWorker
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.ipc.port import ModelsPort

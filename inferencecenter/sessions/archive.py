@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.core.fair_queue import FairWorker
+from inferencecenter.core.fair_worker import FairWorker
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import SessionResult, SessionSummary, SessionUsage, TextHit, TextRange

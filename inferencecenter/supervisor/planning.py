@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +21,6 @@ from inferencecenter.hardware.model_shape import describe, describe_projector, w
 from inferencecenter.hardware.placement import MIB, PlacementConstraints, margin_bytes
 from inferencecenter.hardware.split import CONTEXT_BYTES, USUAL_N_UBATCH, plan
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHost, PlanReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import BufferUse, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.models.registry import ModelSpec
+    from inferencecenter.protocol.values import EnginePlan
 
 _log = structlog.get_logger(__name__)
 
@@ -216,14 +216,14 @@ class Planner:
         self._model: ModelShape | None = None
         self._unknown = False
         self._plan: PlacementPlan | None = None
-        self._report: EnginePlan | None = None
+        self._report: Callable[[], EnginePlan] | None = None
         self._planned_layers: int | None = None
         self._compared_pid = 0
 
     @property
     def report(self) -> EnginePlan | None:
         """The plan of the last start, with measured usage where there is some; ``None`` if no plan was made."""
-        return self._report
+        return None if self._report is None else self._report()
 
     @property
     def placement(self) -> PlacementPlan | None:
@@ -314,8 +314,9 @@ class Planner:
             )
             self._calibration.put(self._model.digest, device.id, estimated_bytes=demand.bytes, used_bytes=used_bytes)
             taken[device.id] = used_bytes
+        measured = with_measured_usage(report(), taken)
         if self._report is report:  # no other start was planned meanwhile
-            self._report = with_measured_usage(report, taken)
+            self._report = lambda: measured
 
     def _knows_model(self, options: EngineOptions) -> bool:
         """Read the model's header once; return whether there is one to plan by."""
@@ -353,7 +354,9 @@ class Planner:
         assert model is not None, "its header was read"
         devices, host = self._devices(self._found()), self._host(self._read_host())
         placement = plan(model, devices, host, constraints)
-        self._plan, self._report = placement, plan_report(placement, model=model, host=host, constraints=constraints)
+        self._plan = placement
+        # When it is first read: the engine's process waits for the options.
+        self._report = cache(partial(plan_report, placement, model=model, host=host, constraints=constraints))
         _report(placement)
         if not devices and constraints.n_gpu_layers > 0:
             # Layers are requested, and the engine reports that there is no GPU for them.
@@ -481,6 +484,13 @@ def plan_report(
     placement: PlacementPlan, *, model: ModelShape, host: Host, constraints: PlacementConstraints
 ) -> EnginePlan:
     """Return a plan in the protocol's terms. Texts are truncated, since some come from files and drivers."""
+    from inferencecenter.protocol.values import (  # noqa: PLC0415 - the first engine is planned before their import
+        EnginePlan,
+        PlannedDevice,
+        PlannedHost,
+        PlanReason,
+    )
+
     setup, demand = placement.setup, placement.demand
     parts = zip(placement.devices, demand.devices, placement.layer_counts, strict=True)
     return EnginePlan(
@@ -570,7 +580,7 @@ class RpcPlanner(Planner):
     @property
     def fits_host(self) -> bool:
         """Whether this machine has the memory for what the last plan leaves to it."""
-        host = self._report.host if self._report else None
+        host = report.host if (report := self.report) else None
         if host is None or host.available_bytes is None:
             return True
         return host.weight_bytes + host.kv_bytes + host.compute_bytes <= host.available_bytes

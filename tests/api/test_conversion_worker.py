@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from inferencecenter.api.responses import request_schemas
-from inferencecenter.core.fair_queue import FairWorker
+from inferencecenter.core.fair_worker import FairWorker
 from tests.api.http_client import post
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from inferencecenter.core.fair_queue import FairWorker
+from inferencecenter.core.fair_worker import FairWorker
 from inferencecenter.core.tasks import TaskGroup
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.core.fair_queue import FairWorker
+from inferencecenter.core.fair_worker import FairWorker
 from inferencecenter.protocol.values import (
     IMAGE_MARK,
     MAX_IMAGES,
