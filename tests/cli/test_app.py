@@ -173,6 +173,7 @@ def test_daemon_starts_without_garbage_collection(monkeypatch: pytest.MonkeyPatc
     collects: list[bool] = []
     monkeypatch.setattr(app, "app", lambda: collects.append(gc.isenabled()))
     monkeypatch.setattr(engine_child, "prespawned", nullcontext)
+    monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "__all__")
     for command in ("serve", "stats"):
         monkeypatch.setattr(sys, "argv", ["inferencecenter", command])
         cli_package.main()
