@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Match, NoMatchFound, Route, WebSocketRo
 
 from inferencecenter.api.websocket.connection import UnknownSocketPath, WebSocketEndpoint
 from inferencecenter.server.status_pages import StatusPages
-from inferencecenter.server.web import WebPage, read_web_files
+from inferencecenter.server.web import WebPage
 
 if TYPE_CHECKING:
     from starlette.datastructures import URLPath
@@ -34,13 +34,11 @@ class DeferredRoutes(BaseRoute):
         self._loaded = asyncio.Event()
 
     async def load(self, app: Starlette) -> None:
-        """Import the APIs in a thread, replace this route in the application, and read the files of the web page."""
+        """Import the APIs in a thread, and replace this route in the application."""
         operations = await asyncio.to_thread(import_module, _OPERATIONS)
         place = app.routes.index(self)
         app.routes[place : place + 1] = operations.api_routes(self._context)
         self._loaded.set()
-        if self._context.settings.web:
-            await asyncio.to_thread(read_web_files)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match any request."""

@@ -13,6 +13,7 @@ import re
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -314,17 +315,16 @@ class _Header:
         self._check_count(count, _U64.size)
         unpack, limit = _U64.unpack_from, self._header_bytes
         data, position = self._data, self._position
-        while count:
+        for _ in repeat(None, count):
             try:
-                while count:
-                    position += 8 + unpack(data, position)[0]
-                    count -= 1
+                position += 8 + unpack(data, position)[0]
             except (struct.error, OverflowError):
                 # The end of the data read so far, or a length that exceeds the file.
                 if position + _U64.size > limit:
                     raise self._truncated() from None
                 self._read_to(position + _U64.size)
                 data = self._data
+                position += 8 + unpack(data, position)[0]
         if position > limit:
             raise self._truncated()
         self._position = position

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-import regex
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -103,6 +102,8 @@ def _breaker(text: str) -> str:
 
 
 def _pattern(source: str) -> str:
+    import regex  # noqa: PLC0415 - the daemon has imported it; an engine does so for the first pattern
+
     try:
         pattern = regex.compile(source)
         empty = pattern.search("", timeout=0.1)

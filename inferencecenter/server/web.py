@@ -1,6 +1,6 @@
 """The web page over HTTP: its front page at the daemon's URL, its files below ``web/``.
 
-Only files read once, after the start, are served, so no path leads outside.
+Only the files read for the first request are served, so no path leads outside.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ _LOOK_AGAIN: Final = "no-cache"
 
 
 class WebPage:
-    """Serves the page and its files, which the first request for one reads in a thread unless it was done before.
+    """Serves the page and its files. The first request reads them, in a thread: it takes a quarter of a second.
 
     Args:
         base_path: Prefix of every path.
@@ -206,6 +206,7 @@ class WebPage:
 
     def __init__(self, *, base_path: str, otherwise: Callable[[Request], Awaitable[Response]]) -> None:
         self._files: WebFiles | None = None
+        self._reading = asyncio.Lock()
         self._base_path = base_path
         self._otherwise = otherwise
 
@@ -245,8 +246,9 @@ class WebPage:
         return _answer(request, found, caching=_LOOK_AGAIN if bare == path else _FOREVER)
 
     async def _read(self) -> WebFiles:
-        if self._files is None:
-            self._files = await asyncio.to_thread(read_web_files)
+        async with self._reading:
+            if self._files is None:
+                self._files = await asyncio.to_thread(read_web_files)
         return self._files
 
 

@@ -42,13 +42,14 @@ _MIN_PREFIX: Final = 2
 _MAX_FOLDED: Final = 4096
 
 _TERMS: Final = re.compile(r'"([^"]*)(?:"|$)|([^\s"]+)')
-_SPACELESS_CHAR: Final = re.compile(f"[{SPACELESS}]")
 _LETTER: Final = rf"[^\W_{SPACELESS}]"
 _COMBINING: Final = "\u0300-\u036f"
 # No character is both a mark and the begin of a separator: with two ways to divide a run of marks between them, the
 # time of a phrase would be exponential in the number of its words.
 _SEPARATOR: Final = rf"(?:(?![{MARKED_BLOCKS}{_COMBINING}])[\W_][{_COMBINING}]*)"
-_TOKENS: Final = re.compile(rf"[{MARKED_BLOCKS}]|(?=[{SPACELESS}])\w|{_LETTER}+")
+# These two are compiled when they are first used, as that takes 4 ms each.
+_TOKENS: Final = rf"[{MARKED_BLOCKS}]|(?=[{SPACELESS}])\w|{_LETTER}+"
+_SPACELESS_CHAR: Final = f"[{SPACELESS}]"
 _MARKS: Final = f"[{_COMBINING}]*"
 _NO_MARK: Final = re.compile(f"[^{_COMBINING}]")
 _BREAKS: Final = re.compile(r"[\r\n\t]")
@@ -64,7 +65,7 @@ class SearchTerm:
     @property
     def expression(self) -> str:
         """The term as a string of an FTS5 query, which has no operators."""
-        words = _SPACELESS_CHAR.sub(r" \g<0> ", self.text)
+        words = re.sub(_SPACELESS_CHAR, r" \g<0> ", self.text)
         return f'"{words}"' + (" *" if self.is_prefix else "")
 
 
@@ -177,13 +178,13 @@ class Excerpts:
 
 def _words(term: SearchTerm) -> list[str]:
     folded = unicodedata.normalize("NFC", term.text).translate(_FOLDED)
-    return _TOKENS.findall(folded)[:_MAX_PHRASE_WORDS]
+    return re.findall(_TOKENS, folded)[:_MAX_PHRASE_WORDS]
 
 
 def _pattern(words: list[str], *, is_prefix: bool) -> str:
     pattern, was_spaceless = "", True
     for word in words:
-        is_spaceless = _SPACELESS_CHAR.match(word) is not None
+        is_spaceless = re.match(_SPACELESS_CHAR, word) is not None
         if pattern:
             pattern += _SEPARATOR + ("*" if is_spaceless or was_spaceless else "+")
         elif not is_spaceless:

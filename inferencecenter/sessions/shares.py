@@ -24,6 +24,7 @@ from inferencecenter.sessions.history import chars_of
 from inferencecenter.sessions.journal import ShareDeleted, ShareRecorded, check_writable
 
 if TYPE_CHECKING:
+    from inferencecenter.config.settings import ServerSettings
     from inferencecenter.protocol.requests import CreateShare, RevokeShare
     from inferencecenter.protocol.values import ChatMessage
     from inferencecenter.sessions.archive import SessionArchive
@@ -37,6 +38,18 @@ MAX_SHARE_CHARS: Final = 2 * 1024 * 1024
 _TITLE: Final = "title"
 _MAX_TITLE_CHARS: Final = 200
 _SECRET_BYTES: Final = 32
+
+
+def check_share_links(settings: ServerSettings) -> None:
+    """Refuse share links unless the operator allows them.
+
+    Raises:
+        InferenceCenterError: ``forbidden``.
+    """
+    if not settings.share_links:
+        raise InferenceCenterError(
+            ErrorCode.FORBIDDEN, "share links are off", hint="The operator can set server.share_links."
+        )
 
 
 class ShareStore(Protocol):

@@ -68,7 +68,7 @@ LOG = ("structlog", "opentelemetry")
 SERVER = ("uvicorn", "starlette", "prometheus_client", "uvloop", "inferencecenter.daemon", "inferencecenter.api")
 MESSAGES = ("inferencecenter.protocol.events", "inferencecenter.protocol.codec", "inferencecenter.protocol.params")
 CONNECTION = ("websockets", "http.client")
-HTTP_APIS = ("operations", "openai", "anthropic", "ollama", "responses", "openapi")
+HTTP_APIS = ("operations", "endpoint", "body", "plain", "openai", "anthropic", "ollama", "responses", "openapi")
 
 
 HELP_OF_EACH = """
@@ -122,7 +122,9 @@ def test_command_imports_only_its_dependencies(command: str, modules_of_commands
     [
         ("inferencecenter.daemon", ("jinja2", "llama_cpp", "numpy", "llguidance", "huggingface_hub", "httpx2")),
         ("inferencecenter.daemon", tuple(f"inferencecenter.api.{name}" for name in HTTP_APIS)),
-        ("inferencecenter.first_engine", (*SERVER, *MESSAGES[:2], "sqlite3", "inferencecenter.sessions")),
+        ("inferencecenter.cli.serve", ("rich", "pygments", "colorama", "attr", "greenlet", "pydantic_settings")),
+        ("inferencecenter.first_engine", (*SERVER, "inferencecenter.protocol", "sqlite3", "inferencecenter.sessions")),
+        ("inferencecenter.engine.__main__", ("asyncio", "structlog", "sqlite3", "uvicorn", "rich", "typer", "regex")),
         ("inferencecenter.engine.llama.backend", ("jinja2", "llama_cpp.llama", "uvicorn", "sqlite3", "structlog")),
     ],
 )

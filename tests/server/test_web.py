@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.server import web
 from inferencecenter.server.web import (
     FILE_HEADERS,
     HEADERS,
     ROOT,
     SERVICE_WORKER_HEADERS,
     WORKER_HEADERS,
+    WebFiles,
     read_web_files,
 )
 from tests.server.harness import Running, receive
@@ -154,6 +156,22 @@ async def test_unlisted_paths_are_404(server: Running, path: str) -> None:
 async def test_only_get_and_head_are_allowed(server: Running) -> None:
     """Other methods get 405."""
     assert (await server.http("/web/vendor/htm.js", method="DELETE"))[0] == 405
+
+
+async def test_files_are_read_once_and_not_by_the_start(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading and compressing them would delay the first turn."""
+    reads: list[WebFiles] = []
+
+    def read() -> WebFiles:
+        reads.append(read_web_files())
+        return reads[-1]
+
+    monkeypatch.setattr(web, "read_web_files", read)
+    async with serve() as server:
+        assert reads == []
+        assert (await server.http("/", BROWSER))[0] == 200
+        assert (await server.http("/web/js/main.js"))[0] == 200
+        assert len(reads) == 1
 
 
 async def test_page_can_be_disabled(serve: Serve) -> None:

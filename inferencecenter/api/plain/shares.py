@@ -14,10 +14,10 @@ from inferencecenter.api.errors import OWN_ERRORS
 from inferencecenter.auth.audit import AuditEvent, audit_entry
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, MessageImage
+from inferencecenter.sessions.shares import check_share_links
 
 if TYPE_CHECKING:
     from inferencecenter.api.endpoint import Reply
-    from inferencecenter.config.settings import ServerSettings
     from inferencecenter.sessions.shares import OpenedShare
 
 _HEADER: Final = "x-share-token"
@@ -40,18 +40,6 @@ class SharedImage(MessageImage):
     """The file of an image in a shared conversation."""
 
     data: str = Field(description="The file in Base64.")
-
-
-def check_share_links(settings: ServerSettings) -> None:
-    """Refuse share links unless the operator allows them.
-
-    Raises:
-        InferenceCenterError: ``forbidden``.
-    """
-    if not settings.share_links:
-        raise InferenceCenterError(
-            ErrorCode.FORBIDDEN, "share links are off", hint="The operator can set server.share_links."
-        )
 
 
 async def open_share(call: Call) -> Reply:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from inferencecenter.api.embedding import EmbeddingCall, EmbeddingJob, EmbeddingResult
-from inferencecenter.api.plain.shares import check_share_links
 from inferencecenter.api.websocket import accounts, administration, status
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.authentication import KeyCredential, TokenCredential, UnixCredential
@@ -26,6 +25,7 @@ from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import DocumentScore, McpServer, McpTool, PullSummary
 from inferencecenter.server.states import ConnectionState
+from inferencecenter.sessions.shares import check_share_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

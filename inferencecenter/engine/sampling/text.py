@@ -17,8 +17,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import regex
-
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -135,6 +133,8 @@ class _PatternSearch:
     def __init__(self, source: str) -> None:
         self.source = source
         self.start = 0
+        import regex  # noqa: PLC0415 - most engines need it late or never, and it takes 20 ms of their start
+
         self._pattern = regex.compile(source)
 
     def advance(self, text: str, end: int) -> bool:
