@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -144,7 +145,10 @@ def bench(  # noqa: PLR0913 - one argument an option
     options = resolve(chosen.name, given, defaults=chosen.defaults, takes=chosen.takes)
     _check_files(chosen, json, plot_file)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    report = asyncio.run(_run(chosen, options))
+    try:
+        report = asyncio.run(_run(chosen, options))
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
     printer = stderr if json == "-" else stdout
     printer.print(table.render(report))
     if report.markdown:
@@ -175,6 +179,10 @@ class ProgressBar:
 
 
 async def _run(chosen: Scenario, options: Options) -> Report:
+    """Run a scenario; SIGTERM cancels it, so that the servers that it started are stopped."""
+    task = asyncio.current_task()
+    assert task is not None, "must run in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Redrawn once a second: the bar shares the cores with the measured servers.
     with Progress(*columns, console=stderr, refresh_per_second=1, transient=True) as progress:

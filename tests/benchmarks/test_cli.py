@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,8 +22,6 @@ from inferencecenter.cli import main
 from inferencecenter.core.errors import InferenceCenterError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from benchmarks.daemon_process import RunningDaemon
     from benchmarks.generator import LoadGenerator
 
@@ -153,6 +156,28 @@ async def test_peer_with_other_slots_has_no_ratio(daemon: RunningDaemon) -> None
     assert len(comparison.refusals) == 1
     assert "slots" in comparison.refusals[0]
     assert len(report.points[0].repetitions[1]) == 1
+
+
+def test_sigterm_stops_the_daemon_of_a_measurement(tmp_path: Path) -> None:
+    """``timeout`` and service managers end a program so; its files are removed too."""
+    command = [sys.executable, "-m", "inferencecenter", "bench", "idle", "--backend", "echo", "--duration-s", "600"]
+    bench = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        while not (tokens := list(tmp_path.glob("*/state/admin.token"))):
+            assert bench.poll() is None, "the measurement has ended"
+            time.sleep(0.05)
+        (daemon,) = (pid for pid in _children(bench.pid) if b"serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        bench.terminate()
+        assert bench.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        bench.kill()
+        bench.wait()
+    assert not Path(f"/proc/{daemon}").exists()
+    assert not tokens[0].exists()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow
