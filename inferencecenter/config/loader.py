@@ -14,18 +14,20 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import platformdirs
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_settings import EnvSettingsSource
 
 from inferencecenter.config.sections import expand
 from inferencecenter.config.settings import APP_NAME, ENV_PREFIX, Settings, environment_name, sections, setting_fields
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
+
+    from pydantic.fields import FieldInfo
 
 ENV_CONFIG: Final = "INFERENCECENTER_CONFIG"
 OTHER_ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -195,6 +197,16 @@ def _parse_toml(path: Path) -> dict[str, Any]:
         raise _invalid(f"{path}: is not TOML: {error}") from None
 
 
+class _Environment(EnvSettingsSource):
+    """Environment variables as nested tables; a text that is not JSON stays text, which validation reports."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Parse the JSON of a list or table; return other text unchanged."""
+        with contextlib.suppress(ValueError):
+            return super().decode_complex_value(field_name, field, value)
+        return value
+
+
 @foreign_input(lambda reason: _invalid(f"environment: cannot be parsed: {reason}"))
 def _environment() -> dict[str, Any]:
     known = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENVIRONMENT)
@@ -204,44 +216,10 @@ def _environment() -> dict[str, Any]:
             close = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f"Did you mean {close[0]}?" if close else "docs/configuration.md lists the names."
             raise _invalid(f"environment: unknown variable {name}", hint=hint)
-    texts = {name.upper(): text for name, text in os.environ.items()}
-    values: dict[str, Any] = {}
-    for name, field in setting_fields():
-        if (text := texts.get(environment_name(name))) is not None:
-            _put(values, name.split("."), _decoded(text) if _is_composite(field.annotation) else text)
-    values = {name: value for name, value in values.items() if value is not None}
-    single: dict[str, Any] = {}
-    for name in sorted(texts):
-        if name.startswith(params):
-            first, *inner = name.removeprefix(params).lower().split("__")
-            _put(single, [first, *inner], _decoded(texts[name]) if inner else texts[name])
-    if single:
-        values.setdefault("params", {})
-    if isinstance(values.get("params"), dict):
-        values["params"] = {name: _decoded(value) for name, value in _merge(values["params"], single).items()}
+    values = _Environment(Settings)()
+    if isinstance(texts := values.get("params"), dict):
+        values["params"] = {name: _decoded(value) for name, value in texts.items()}
     return values
-
-
-def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a value in nested tables, unless another value is in place of one of them."""
-    *outer, last = path
-    for key in outer:
-        inner = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            return
-        table = inner
-    table[last] = value
-
-
-def _is_composite(annotation: Any) -> bool:
-    """Return whether a setting may be a list or a table, which a variable has as JSON."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _is_composite(get_args(annotation)[0])
-    if origin in (Union, UnionType):
-        return any(map(_is_composite, get_args(annotation)))
-    kind = origin or annotation
-    return isinstance(kind, type) and issubclass(kind, (BaseModel, dict, list, tuple))
 
 
 def _decoded(value: Any) -> Any:

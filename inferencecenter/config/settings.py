@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import platformdirs
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from inferencecenter.config.limits import AccessLimits, Network
 from inferencecenter.config.sections import (
@@ -603,10 +604,16 @@ class ClusterSettings(Section):
     )
 
 
-class Settings(BaseModel):
+class Settings(BaseSettings):
     """All settings. ``load_settings`` reads them; the constructor reads no file and no environment variable."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        nested_model_default_partial_update=True,
+    )
 
     state_dir: ExpandedPath = Field(
         default_factory=_state_dir,
@@ -650,6 +657,18 @@ class Settings(BaseModel):
     )
     log: LogSettings = Field(default_factory=LogSettings)
     telemetry: TelemetrySettings = Field(default_factory=TelemetrySettings)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Use only the values of ``load_settings``, which merges the layers itself to know the origin of each value."""
+        return (init_settings,)
 
 
 def sections() -> dict[str, type[BaseModel]]:
