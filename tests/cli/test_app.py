@@ -122,7 +122,7 @@ def test_command_imports_only_its_dependencies(command: str, modules_of_commands
     [
         ("inferencecenter.daemon", ("jinja2", "llama_cpp", "numpy", "llguidance", "huggingface_hub", "httpx2")),
         ("inferencecenter.daemon", tuple(f"inferencecenter.api.{name}" for name in HTTP_APIS)),
-        ("inferencecenter.cli.serve", ("rich", "pygments", "colorama", "attr", "greenlet", "pydantic_settings")),
+        ("inferencecenter.cli.serve", ("rich", "pygments", "colorama", "attr", "greenlet")),
         ("inferencecenter.first_engine", (*SERVER, "inferencecenter.protocol", "sqlite3", "inferencecenter.sessions")),
         ("inferencecenter.engine.__main__", ("asyncio", "structlog", "sqlite3", "uvicorn", "rich", "typer", "regex")),
         ("inferencecenter.engine.llama.backend", ("jinja2", "llama_cpp.llama", "uvicorn", "sqlite3", "structlog")),
