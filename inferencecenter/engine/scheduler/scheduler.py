@@ -48,7 +48,7 @@ from inferencecenter.engine.scheduler.state import (
 from inferencecenter.ipc.messages import PrefillProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from inferencecenter.engine.images import ImageSpan
     from inferencecenter.engine.scheduler.placement import ParkedKv
@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 _BUDGET_EWMA_WEIGHT = 0.3
 _PREFILL_SHARE = 6.0
 _LONGEST_S = 1.0
+# A turn that came with the waiting ones pauses once, so for longer.
+_BURST_SHARE = 12.0
+_LONGEST_BURST_S = 4.0
 _FIRST_TOKENS: Final = 32
 _LEAST_TOKENS: Final = 16
 _MOST_TOKENS: Final = 512
@@ -77,9 +80,10 @@ class PrefillBudget:
     As many as keep a step at about ``target_step_s`` or, where decoding is slow, ``_PREFILL_SHARE`` times the decode
     time: a turn waiting for its first token keeps the batch small for all. Where more turns wait for it than decode,
     that time grows with their ratio, up to ``_LONGEST_S``: in a burst every decode step for the few that are ahead
-    delays the many, and full batches decode sooner. Learned from recent prefill and decode times, separately for one
-    prompt and for several, since a pass of several is faster per token. ``floor_tokens`` is the minimum, and the value
-    until there is a measurement.
+    delays the many, and full batches decode sooner. A turn that came with the waiting ones pauses for
+    twice that time, up to ``_LONGEST_BURST_S``, if none of them waits after that. Learned from recent prefill and
+    decode times, separately for one prompt and for several, since a pass of several is faster per token.
+    ``floor_tokens`` is the minimum, and the value until there is a measurement.
     """
 
     def __init__(self, *, target_step_s: float, floor_tokens: int) -> None:
@@ -94,8 +98,15 @@ class PrefillBudget:
         prefill_s = max(self._target_step_s - decode_s, _PREFILL_SHARE * decode_s)
         if n_decoding:
             prefill_s = max(prefill_s, min(_LONGEST_S, _PREFILL_SHARE * decode_s * n_prefilling / n_decoding))
-        tokens_per_s = self._tokens_per_s[True] if n_prefilling == 1 else max(self._tokens_per_s.values())
-        return max(self._floor_tokens, int(tokens_per_s * prefill_s))
+        return max(self._floor_tokens, int(self._rate(n_prefilling) * prefill_s))
+
+    def covers(self, n_tokens: int, *, n_prefilling: int, n_decoding: int, paused_s: float) -> bool:
+        """Return whether the prompts of a burst, ``n_tokens`` together, may be prefilled before the next decode.
+
+        The first of the turns that decode got its token ``paused_s`` ago.
+        """
+        prefill_s = _BURST_SHARE * self._decode_s * n_prefilling / n_decoding
+        return n_tokens <= self._rate(n_prefilling) * min(_LONGEST_BURST_S - paused_s, prefill_s)
 
     def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float, alone: bool) -> None:
         """Learn from a step; zero stands for a part it did not have, ``alone`` for a single prompt."""
@@ -105,6 +116,10 @@ class PrefillBudget:
             )
         if decode_s > 0:
             self._decode_s = ewma(self._decode_s, decode_s, weight=_BUDGET_EWMA_WEIGHT)
+
+    def _rate(self, n_prefilling: int) -> float:
+        """Return the tokens a second at which so many prompts are prefilled."""
+        return self._tokens_per_s[True] if n_prefilling == 1 else max(self._tokens_per_s.values())
 
 
 class Quantum:
@@ -226,7 +241,6 @@ class Scheduler:
         self._moves = 0
         self._generates = False
         self._planned_nothing = False
-        self._reads_next = False
 
     def __repr__(self) -> str:
         return f"Scheduler(waiting={self.waiting}, running={self.running}, {self._slots!r})"
@@ -382,6 +396,7 @@ class Scheduler:
                 request.drafter.observe(n_accepted, n_tokens=len(request.tokens))
             if request.state is RequestState.PREFILL:
                 request.change(RequestChange.PROMPT_READ)
+                request.first_token_s = min(request.first_token_s, now)
         self._book_losses(outcome)
         for turn_id in outcome.lost:
             self._slot(self._requests[turn_id]).tokens.clear()
@@ -414,21 +429,37 @@ class Scheduler:
         """Return one decode pass or the passes of one prefill budget, alternating.
 
         A turn that arrives while others decode is prefilled after at most one decode step, its first token joins the
-        next pass, and generated tokens are published before prompts are prefilled.
+        next pass, and generated tokens are published before prompts are prefilled. In a burst the first turns that have
+        a token do not decode before the others have one.
         """
         decoding = [request for request in self._running.values() if request.state is RequestState.DECODE]
         reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
-        if decoding and not (reading and self._reads_next):
-            self._reads_next = True
+        burst = self._is_burst(decoding, reading, now=now)
+        if decoding and not (reading and (self._generates or burst)):
             self._generates = True
             return [decode_pass(decoding, self._drafting.drafts(decoding))]
-        self._reads_next = False
         self._generates = False
         builder.encoding = self._next_encoding(reading)
         ready = [request for request in reading if request.kv_tokens < request.step_end]
         if builder.encoding is not None or not ready:
             return []
-        return self._read(builder, ready, n_decoding=len(decoding), now=now)
+        return self._read(builder, ready, n_decoding=len(decoding), burst=burst, now=now)
+
+    def _is_burst(self, decoding: Collection[EngineRequest], reading: Collection[EngineRequest], *, now: float) -> bool:
+        """Return whether the turns that decode have just overtaken the others, which may all be prefilled now.
+
+        A turn that had a token before one of these prompts arrived is not paused for longer than usual.
+        """
+        if not (decoding and reading) or self._dispatcher.limits.prefill_share < 1:
+            return False
+        arrived_s = max(request.submitted_s for request in reading)
+        first_token_s = min(request.first_token_s for request in decoding)
+        return first_token_s >= arrived_s and self._budget.covers(
+            sum(request.pending_tokens for request in reading),
+            n_prefilling=len(reading),
+            n_decoding=len(decoding),
+            paused_s=now - first_token_s,
+        )
 
     def _next_encoding(self, reading: Iterable[EngineRequest]) -> RowEncoding | None:
         """Limit each prompt to the rows that have embeddings, and request the pixels of the next rows.
@@ -464,13 +495,15 @@ class Scheduler:
         return span is not None and not (self._images.is_ready(span) or self._images.can_encode(span))
 
     def _read(
-        self, builder: PlanBuilder, reading: list[EngineRequest], *, n_decoding: int, now: float
+        self, builder: PlanBuilder, reading: list[EngineRequest], *, n_decoding: int, burst: bool, now: float
     ) -> list[DecodePass]:
         for request in reading:
             # A turn that holds a slot but is not prefilled ages as if it still waited for one.
             risen = request.base_class - request.periods(now, self._ageing_s)
             request.effective_priority = min(request.effective_priority, max(0, risen))
         budget_tokens = self._budget.tokens(n_prefilling=len(reading), n_decoding=n_decoding)
+        if burst:
+            budget_tokens = max(budget_tokens, sum(request.pending_tokens for request in reading))
         budget_tokens = max(self._grid_tokens, int(budget_tokens * self._dispatcher.limits.prefill_share))
         builder.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
         passes = prefill_passes(

@@ -11,6 +11,7 @@ its KV is lost.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -80,7 +81,8 @@ class EngineRequest:
 
     The first ``prefix_tokens`` are a system prompt shared with other sessions of the client and, with ``public``, with
     other clients. Without ``durable`` nothing of the turn may be written to disk. ``submitted_s`` is its time of
-    arrival, ``preempted`` how often it lost its slot.
+    arrival, ``first_token_s`` that of its first token, which is infinite until then, and ``preempted`` how often it
+    lost its slot.
 
     ``waits_since_s`` is when it last began to wait, ``effective_priority`` the class to which it has risen since,
     ``effective_service`` the service it then counts for. ``served`` and ``used`` are service units in
@@ -101,6 +103,7 @@ class EngineRequest:
     prefix_tokens: int = 0
     public: bool = False
     durable: bool = True
+    first_token_s: float = math.inf
     preempted: int = 0
     kv_tokens: int = 0
     cached_tokens: int = 0

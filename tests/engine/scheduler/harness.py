@@ -185,6 +185,7 @@ class SchedulerHarness:
         self.terminals: Counter[str] = Counter()
         self.limits = EngineLimits(active_slots=slots)
         self.now = 0.0
+        self.paused_steps = 0
 
     def add(
         self,
@@ -287,6 +288,7 @@ class SchedulerHarness:
         )
         if self.limits == EngineLimits(active_slots=len(self.kv)):
             self._check_idle_slots(plan)
+        self._check_pause(plan)
         results = Results()
         slots_moved: Counter[int] = Counter()
         for move in plan.moves:
@@ -385,6 +387,15 @@ class SchedulerHarness:
                 shared = request.tokens[: 2 * GRID_TOKENS]
                 assert any(reader.tokens[: 2 * GRID_TOKENS] == shared for reader in readers), "waits for nothing"
             taken.add(request.session_id)
+
+    def _check_pause(self, plan: StepPlan) -> None:
+        """A turn that could decode waits for one step with prefill, or in a burst for 4 s."""
+        could_decode = any(
+            request.state is RequestState.DECODE and request.slot is not None for request in self.requests.values()
+        )
+        decodes = any(not each.prefill for each in plan.passes)
+        self.paused_steps = self.paused_steps + 1 if could_decode and not decodes else 0
+        assert self.paused_steps <= 1 + 4 / STEP_S, "a turn that could decode waits for too long"
 
     def _check_tenants(self, unsure: Collection[str]) -> None:
         """A turn's KV has its own tokens, computed for its client or offloaded as a public prefix."""
