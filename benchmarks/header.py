@@ -17,7 +17,7 @@ import numpy as np
 import typer
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-from benchmarks.model import SHAPES, BlockType, Shape, write_facts, write_vocabulary
+from benchmarks.model import SHAPES, BlockType, ModelWriter, Shape, write_facts, write_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -181,7 +181,7 @@ def write_header(path: Path, shape: HeaderShape, *, name: str) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    writer = GGUFWriter(path, shape.architecture)
+    writer = ModelWriter(path, shape.architecture)
     write_facts(writer, shape, name=name)
     writer.add_key_length(shape.head_width)
     writer.add_value_length(shape.head_width)

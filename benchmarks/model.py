@@ -8,14 +8,15 @@ sampling produces. Where spellings matter, as they do to masks, a real one is ta
 from __future__ import annotations
 
 import string
+import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import gguf
 import numpy as np
 import typer
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, TokenType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,24 @@ _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+class ModelWriter(GGUFWriter):  # type: ignore[misc]  # the package has no types
+    """Packs a list of tokens or of their types at once: one by one, 150,000 tokens take most of a second."""
+
+    def _pack_val(
+        self, val: Any, vtype: GGUFValueType, add_vtype: bool, sub_type: GGUFValueType | None = None
+    ) -> bytes:
+        types = {*map(type, val)} if vtype is GGUFValueType.ARRAY else set()
+        if types == {str}:
+            kind, texts = GGUFValueType.STRING, [text.encode() for text in val]
+            items = b"".join(part for text in texts for part in (struct.pack("<Q", len(text)), text))
+        elif types == {TokenType}:
+            kind, items = GGUFValueType.INT32, struct.pack(f"<{len(val)}i", *val)
+        else:
+            packed: bytes = super()._pack_val(val, vtype, add_vtype, sub_type)
+            return packed
+        return struct.pack("<IIQ", vtype, kind, len(val)) + items
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +269,7 @@ def write_model(path: Path, shape: Shape, *, name: str, seed: int = 0, vocabular
         OSError: A file cannot be written or read.
         ValueError: The vocabulary is no GGUF file's, or of another size.
     """
-    writer = GGUFWriter(path, shape.architecture)
+    writer = ModelWriter(path, shape.architecture)
     write_facts(writer, shape, name=name)
     if vocabulary is None:
         write_vocabulary(writer, shape)
