@@ -2,6 +2,7 @@
  * It answers with the number of the error and the number of bytes that follow on the next line: the output, or why the
  * call failed. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <inferencecenter_nn.h>
 #include <pthread.h>
 #include <signal.h>
@@ -275,12 +276,23 @@ static void execute(char **arguments) {
         exit(2);
 }
 
+/* Alarms interrupt the wait for a command, too. */
+static ssize_t next_line(char **line, size_t *capacity) {
+    ssize_t length;
+    do {
+        clearerr(stdin);
+        errno = 0;
+        length = getline(line, capacity, stdin);
+    } while (length < 0 && errno == EINTR);
+    return length;
+}
+
 int main(void) {
     char *line = NULL;
     size_t capacity = 0;
     ssize_t length;
     inferencecenter_nn_set_logger(log_line, "log ");
-    while ((length = getline(&line, &capacity, stdin)) > 0) {
+    while ((length = next_line(&line, &capacity)) > 0) {
         char *arguments[MAX_ARGUMENTS] = {NULL}, *rest = line;
         line[length - 1] = '\0';
         for (int i = 0; i < MAX_ARGUMENTS && rest != NULL; i++)
