@@ -23,7 +23,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.hidden_modules import hidden_modules
 
 with hidden_modules("rich", "colorama", "better_exceptions", "greenlet"):
-    import structlog  # tracebacks are plain, and importing these takes as long as all others of a log line
+    import structlog  # it imports these if installed: for its own tracebacks, which are plain here, and for Windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

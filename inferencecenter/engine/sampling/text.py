@@ -131,10 +131,10 @@ class _PatternSearch:
     """Search of one pattern in a growing text; ``start`` is where a match could still begin."""
 
     def __init__(self, source: str) -> None:
-        self.source = source
-        self.start = 0
         import regex  # noqa: PLC0415 - most engines need it late or never, and it takes 20 ms of their start
 
+        self.source = source
+        self.start = 0
         self._pattern = regex.compile(source)
 
     def advance(self, text: str, end: int) -> bool:

@@ -80,10 +80,10 @@ class PrefillBudget:
     As many as keep a step at about ``target_step_s`` or, where decoding is slow, ``_PREFILL_SHARE`` times the decode
     time: a turn waiting for its first token keeps the batch small for all. Where more turns wait for it than decode,
     that time grows with their ratio, up to ``_LONGEST_S``: in a burst every decode step for the few that are ahead
-    delays the many, and full batches decode sooner. A turn that came with the waiting ones pauses for
-    twice that time, up to ``_LONGEST_BURST_S``, if none of them waits after that. Learned from recent prefill and
-    decode times, separately for one prompt and for several, since a pass of several is faster per token.
-    ``floor_tokens`` is the minimum, and the value until there is a measurement.
+    delays the many, and full batches decode sooner. A turn that came with the waiting ones pauses for up to twice that
+    time, at most ``_LONGEST_BURST_S``, if all of them can be prefilled in it. Learned from recent prefill and decode
+    times, separately for one prompt and for several, since a pass of several is faster per token. ``floor_tokens`` is
+    the minimum, and the value until there is a measurement.
     """
 
     def __init__(self, *, target_step_s: float, floor_tokens: int) -> None:
