@@ -50,14 +50,10 @@ _BUNDLED = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Use all processors for the whole suite, and this process for paths named on the command line.
-
-    Slow tests mostly wait for daemons, restarts and timeouts, so two of them share a processor.
-    """
+    """Use all processors for the whole suite, and this process for paths named on the command line."""
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    per_processor = 2 if config.option.markexpr == "slow" else 1
-    return min(per_processor * len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Any:
