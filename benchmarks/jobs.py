@@ -16,8 +16,8 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Clients that each start their next turn when the last one ends.
 
     Each begins with a warm-up turn, of a length of its own so that they do not stay in step; when the last warm-up is
-    over, turns are started for ``duration_s`` more. Each conversation has ``turns_each`` turns. The ``temperature`` is
-    that of ``Work``.
+    over, turns are started for ``duration_s`` more, at least two by each client. Each conversation has ``turns_each``
+    turns. The ``temperature`` is that of ``Work``.
     """
 
     target: TargetSpec

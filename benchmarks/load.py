@@ -48,6 +48,8 @@ _MAX_LINE_BYTES: Final = 2**20
 _CONNECTING_AT_ONCE: Final = 32
 # Of the million seeds of a job, those that are not counted up from the first.
 _WARM_UP_SEEDS: Final = 800_000
+# Of a closed loop's clients, after their warm-up. Less than a whole turn of each would show one of its phases.
+_LEAST_TURNS: Final = 2
 _OPENING_SEEDS: Final = 900_000
 
 
@@ -139,7 +141,7 @@ class _ClosedLoop:
         self._warming -= 1
         if not self._warming:
             self._stop_s = self._clock() + job.duration_s
-        while len(self.traces[index]) == 1 or self._clock() < self._stop_s:
+        while len(self.traces[index]) <= _LEAST_TURNS or self._clock() < self._stop_s:
             await self._turn(index, session, max_tokens=job.max_tokens)
 
     async def _turn(self, index: int, session: TargetSession, *, max_tokens: int) -> None:

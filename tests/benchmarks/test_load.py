@@ -80,6 +80,14 @@ async def test_closed_loop_keeps_each_client_busy(daemon: RunningDaemon, generat
     assert found.cpu_s > 0
 
 
+async def test_closed_loop_measures_two_turns_of_each_client(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """A duration shorter than a turn is extended, since part of a turn would show only one of its phases."""
+    job = ClosedLoop(target=daemon.spec, clients=3, prompt_tokens=40, max_tokens=16, duration_s=0.001, first_seed=1)
+    found = await generator.do(job, Turns)
+
+    assert min(len(turns) for turns in found.clients) == 3
+
+
 async def test_rounds_start_together(daemon: RunningDaemon, generator: LoadGenerator) -> None:
     """A round starts after all clients have finished the previous one."""
     rounds = (Round(30, 4), Round(50, 8))
