@@ -238,6 +238,9 @@ class Backend(TextCodec, Protocol):
             DecodeError: Some slots' KV is lost; the others are unchanged.
         """
 
+    def decodes_apart(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether a ``decode`` for each of these chunks takes less time than one for all."""
+
     def sampler(
         self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
     ) -> TurnSampler:

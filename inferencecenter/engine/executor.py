@@ -439,21 +439,30 @@ class Executor:
             return
         began_s = self._clock()
         rows = self._with_drafts(rows, outcome)
-        try:
-            self._backend.decode([row.chunk for row in rows])
-        except DecodeError as error:
-            self._decode_failed(rows, error, outcome)
+        apart = self._backend.decodes_apart([row.chunk for row in rows])
+        # Sampling reads the logits of the last decode.
+        groups = [[row] for row in rows] if apart else [rows]
+        if not all([self._decode(group, outcome) for group in groups]):
             return
-        for row in rows:
-            outcome.decoded[row.turn_id] = outcome.decoded.get(row.turn_id, 0) + len(row.chunk.tokens)
-        for sample in self._sampling.run([row for row in rows if row.chunk.sample]):
-            self._take(sample, outcome)
         took_s = self._clock() - began_s
         if each.prefill:
             outcome.prefill_tokens += sum(len(row.chunk.tokens) for row in rows)
             outcome.prefill_s += took_s
         else:
             outcome.decode_s += took_s
+
+    def _decode(self, rows: list[DecodeRow], outcome: StepOutcome) -> bool:
+        """Decode and sample rows; ``False`` if that failed."""
+        try:
+            self._backend.decode([row.chunk for row in rows])
+        except DecodeError as error:
+            self._decode_failed(rows, error, outcome)
+            return False
+        for row in rows:
+            outcome.decoded[row.turn_id] = outcome.decoded.get(row.turn_id, 0) + len(row.chunk.tokens)
+        for sample in self._sampling.run([row for row in rows if row.chunk.sample]):
+            self._take(sample, outcome)
+        return True
 
     def _due(self, rows: list[DecodeRow], outcome: StepOutcome) -> list[DecodeRow]:
         """Return the rows whose token may be sampled now; the others are unchanged and retry with the next step."""

@@ -48,6 +48,8 @@ class FaultyEcho(EchoBackend):
     def __init__(self, *, slots: int = 8) -> None:
         super().__init__(EngineOptions(backend="echo", parent_pid=0, slots=slots, n_ctx=64))
         self.lose: tuple[int, ...] | None = None
+        self.apart = False
+        self.decoded: list[tuple[int, ...]] = []
         self.refuse_cut = False
         self.refuse_swap = False
         self.refuse_copy = False
@@ -55,9 +57,15 @@ class FaultyEcho(EchoBackend):
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Decode, or lose the KV of some slots."""
-        if self.lose is not None:
+        slots = tuple(chunk.slot for chunk in chunks)
+        self.decoded.append(slots)
+        if self.lose is not None and (not self.lose or set(self.lose) & set(slots)):
             raise DecodeError(self.lose, "planned")
         super().decode(chunks)
+
+    def decodes_apart(self, chunks: Sequence[Chunk]) -> bool:
+        """Return what the test wants."""
+        return self.apart
 
     def truncate(self, slot: int, n_tokens: int) -> bool:
         """Truncate, or empty the slot."""
@@ -394,6 +402,32 @@ def test_decode_error_fails_the_turns_with_lost_kv(bench: Bench) -> None:
     assert bench.log == ["decode failed: planned"]
     bench.backend.lose = None
     outcome, _ = bench.decode((1, "b", ord("h")))
+    assert outcome.sampled == {"b": ord("e")}
+
+
+def test_turns_decoded_apart_are_sampled_from_their_own_decode(bench: Bench) -> None:
+    """Each is sampled before the next decode, which replaces the logits; the step has the tokens and events of all."""
+    for turn_id in ("a", "b"):
+        bench.add(turn_id)
+    bench.start("a", "b")
+    bench.backend.apart = True
+    bench.backend.decoded.clear()
+    outcome, events = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
+    assert bench.backend.decoded == [(0,), (1,)]
+    assert outcome.decoded == {"a": 1, "b": 1}
+    assert outcome.sampled == {"a": ord("e"), "b": ord("e")}
+    assert [event.turn_id for event in events] == ["a", "b"]
+    assert outcome.decode_s > 0
+
+
+def test_failed_decode_leaves_turns_decoded_apart_running(bench: Bench) -> None:
+    """Only the turn whose KV is lost fails; the other gets its token in the same step."""
+    for turn_id in ("a", "b"):
+        bench.add(turn_id)
+    bench.start("a", "b")
+    bench.backend.apart, bench.backend.lose = True, (0,)
+    outcome, _ = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
+    assert outcome.ended == outcome.lost == {"a"}
     assert outcome.sampled == {"b": ord("e")}
 
 

@@ -261,6 +261,14 @@ class LlamaContext:
         if not all(map(self._is_whole, slots)):
             self._fail(slots, "llama.cpp lost count of its tokens")
 
+    def decodes_apart(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether a decode for each chunk takes less time than one for all; see ``RowCounts.apart``."""
+        n_turns = len(chunks)
+        if n_turns < 2 or self._row_counts is None or any(len(chunk.tokens) > 1 for chunk in chunks):
+            return False
+        padding = padding_slots([chunk.slot for chunk in chunks], self._lengths)
+        return self._row_counts.apart(n_turns, most=n_turns + len(padding))
+
     def batch_index(self, row: int) -> int:
         """Return the index in the last batch of the ``row``-th token with logits."""
         return self._arrays.sampled[row]
@@ -596,6 +604,7 @@ class LlamaBackend:
         self.save = context.save
         self.restore = context.restore
         self.decode = context.decode
+        self.decodes_apart = context.decodes_apart
 
     @classmethod
     def load(

@@ -1,10 +1,11 @@
-"""How many rows a decode of single tokens has: rows in idle slots are added where that makes it faster. Pure.
+"""How many rows a decode of single tokens has: rows in idle slots are added, or turns decoded apart. Pure.
 
 Kernels for quantized weights compute two, four or eight rows at once and the remainder one by one or in another pass
 over the weights. Which counts of rows are fast depends on processor, type of the weights and size of the model: eight
 rows may take two thirds of the time of seven, or an eighth more. So the time of each count is measured while turns
-decode, and a decode gets the count that took least. Invariant: added rows are never read, so what is decoded depends on
-their number by no more than rounding.
+decode, and a decode gets the count that took least. The kernel for one row may be so much faster than the others that
+two or three turns are decoded in less time one after the other. Invariant: added rows are never read, so what is
+decoded depends on the number of rows by no more than rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 _TILE_ROWS: Final = 4
 # Fewer rows gain less than the measuring costs.
 _FEWEST: Final = 3
+# More turns are never faster apart: four rows are computed in less than four times the time of one.
+_MOST_APART: Final = 3
+# Of the time of one decode for all: saving less would not make up for sampling in several passes.
+_GAIN_APART: Final = 0.97
 # The least of so many times counts: another program may have delayed some of them.
 _SAMPLES: Final = 3
 # Contexts grow and shrink, so after so many decodes of a number of turns the oldest measurement is repeated.
@@ -34,6 +39,7 @@ class RowCounts:
         self._decodes: dict[int, int] = {}
         self._measured_at: dict[int, int] = {}
         self._n_observed = 0
+        self._choices: dict[int, int] = {}
 
     def best(self, n_turns: int, *, most: int) -> int:
         """Return the number of rows for a decode of ``n_turns`` turns: the fastest from there to ``most``.
@@ -49,6 +55,23 @@ class RowCounts:
         if self._decodes[n_turns] % _REPEAT_AFTER == 0:
             return min(counts, key=lambda count: self._measured_at[count])
         return min(counts, key=lambda count: min(self._times(count)))
+
+    def apart(self, n_turns: int, *, most: int) -> bool:
+        """Return whether ``n_turns`` turns are decoded one after the other, not together in up to ``most`` rows.
+
+        What was not measured yet comes first, and now and then that whose measurement is older.
+        """
+        if not 2 <= n_turns <= _MOST_APART:
+            return False
+        together = range(n_turns, most + 1)
+        if any(len(self._times(count)) < _SAMPLES for count in together):
+            return False
+        if len(self._times(1)) < _SAMPLES:
+            return True
+        self._choices[n_turns] = self._choices.get(n_turns, 0) + 1
+        if self._choices[n_turns] % _REPEAT_AFTER == 0:
+            return self._measured_at[1] < max(self._measured_at[count] for count in together)
+        return n_turns * min(self._times(1)) < _GAIN_APART * min(min(self._times(count)) for count in together)
 
     def observe(self, n_rows: int, took_s: float) -> None:
         """Learn from a decode of single tokens, added rows included."""

@@ -429,3 +429,14 @@ def test_padding_leaves_logits_and_slots_as_they_are(demo: Loaded, monkeypatch: 
         demo.feed(slot, [5, 6 + slot, 7])
         assert np.allclose(row, demo.feed(slot, [9]), atol=CLOSE)
         assert not np.allclose(row, plain[slot], atol=CLOSE)
+
+
+def test_only_single_tokens_are_decoded_apart(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts and drafts are not, nor is a single turn."""
+    if demo.model.n_gpu_layers:
+        pytest.skip("rows are counted on the processor alone")
+    context = demo.context
+    monkeypatch.setattr(RowCounts, "apart", lambda _counts, _turns, *, most: True)
+    assert context.decodes_apart([Chunk(0, 0, [5], sample=True), Chunk(1, 0, [6], sample=True)])
+    assert not context.decodes_apart([Chunk(0, 0, [5], sample=True)])
+    assert not context.decodes_apart([Chunk(0, 0, [5], sample=True), Chunk(1, 0, [6, 7], sample=True)])
