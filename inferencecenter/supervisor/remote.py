@@ -130,7 +130,7 @@ class HostRegistry:
         """Return a new epoch and its key; hosts of earlier epochs are refused from now on."""
         key = secrets.token_hex(_KEY_BYTES)
         # The time keeps epochs rising where the file is lost.
-        epoch = max(self._of(engine).epoch + 1, time.time_ns() // 1_000_000)
+        epoch = max(self._of(engine).epoch + 1, time.time_ns() // 1_000)
         self._engines[engine] = _Registration(epoch=epoch, key=_digest(key))
         self._file.write(self._engines)
         return epoch, key
