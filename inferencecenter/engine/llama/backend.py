@@ -21,7 +21,7 @@ from inferencecenter.engine.llama.draft_model import LlamaDraftModel, check_draf
 from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel, load_model
 from inferencecenter.engine.llama.projector import LlamaProjector
-from inferencecenter.engine.llama.row_padding import RowCounts, padding_slots
+from inferencecenter.engine.llama.row_padding import MOST_APART, RowCounts, padding_slots
 from inferencecenter.engine.llama.sampler import NativeSampler
 from inferencecenter.engine.llama.saved_state import RowRun, fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
@@ -264,7 +264,7 @@ class LlamaContext:
     def decodes_apart(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether a decode for each chunk takes less time than one for all; see ``RowCounts.apart``."""
         n_turns = len(chunks)
-        if n_turns < 2 or self._row_counts is None or any(len(chunk.tokens) > 1 for chunk in chunks):
+        if self._row_counts is None or not 2 <= n_turns <= MOST_APART or any(len(chunk.tokens) > 1 for chunk in chunks):
             return False
         padding = padding_slots([chunk.slot for chunk in chunks], self._lengths)
         return self._row_counts.apart(n_turns, most=n_turns + len(padding))

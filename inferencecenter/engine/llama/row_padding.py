@@ -22,7 +22,7 @@ _TILE_ROWS: Final = 4
 # Fewer rows gain less than the measuring costs.
 _FEWEST: Final = 3
 # With more turns it was slower wherever measured: four rows take less than four times as long as one.
-_MOST_APART: Final = 3
+MOST_APART: Final = 3
 # Of the time of one decode for all: saving less would not make up for sampling in several passes.
 _GAIN_APART: Final = 0.97
 # The least of so many times counts: another program may have delayed some of them.
@@ -61,7 +61,7 @@ class RowCounts:
 
         What was not measured yet comes first, and now and then that whose measurement is older.
         """
-        if not 2 <= n_turns <= _MOST_APART:
+        if not 2 <= n_turns <= MOST_APART:
             return False
         together = range(n_turns, most + 1)
         if any(len(self._times(count)) < _SAMPLES for count in together):
