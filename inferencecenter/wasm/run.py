@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -50,6 +51,9 @@ _MAGIC: Final = b"\0asm"
 _COMPONENT_MAGIC: Final = b"\0asm\x0d\0\x01\0"
 _IMPORTS_HINT: Final = "docs/wasm.md lists the functions that a guest may import."
 _STOP_TIMEOUT_S: Final = 2.0
+_SIGNAL_CHECK_S: Final = 0.5
+"""Longest wait of the main thread. One that begins just after a signal arrived is not interrupted by it, so a signal
+is handled this much later at worst."""
 _TTL_MARGIN_S: Final = 60.0
 _NEARLY_FULL: Final = 0.9
 """Fraction of the memory from which on a trap counts as a lack of memory."""
@@ -166,9 +170,11 @@ class GuestRun:
         """
         limits = self._options.limits
         thread = threading.Thread(target=self._execute, name=f"guest {self._name}", daemon=True)
+        deadline = time.monotonic() + limits.timeout_s
         thread.start()
         try:
-            thread.join(limits.timeout_s)
+            while thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+                thread.join(min(left_s, _SIGNAL_CHECK_S))
             if thread.is_alive():
                 self._stopped = InferenceCenterError(
                     ErrorCode.GUEST_TIMEOUT,

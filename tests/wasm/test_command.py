@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 from tests.wasm.guests import Guest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.e2e.harness import Daemon
     from tests.wasm.conftest import GuestRunner
@@ -37,8 +38,8 @@ TALK = "My name is Ada.\nWhat is my name?\n"
 
 
 @pytest.fixture
-def start(daemon: Daemon) -> Callable[..., subprocess.Popen[str]]:
-    """Starts the command with the daemon's address and token."""
+def start(daemon: Daemon) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the command with the daemon's address and token; what still runs at the end is killed."""
     environment = {
         **os.environ,
         "INFERENCECENTER_URL": f"http://127.0.0.1:{daemon.port}",
@@ -47,7 +48,7 @@ def start(daemon: Daemon) -> Callable[..., subprocess.Popen[str]]:
     }
 
     def starting(*arguments: str | Path) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "inferencecenter", "wasm", "run", *arguments],
             env=environment,
             stdin=subprocess.PIPE,
@@ -55,8 +56,12 @@ def start(daemon: Daemon) -> Callable[..., subprocess.Popen[str]]:
             stderr=subprocess.PIPE,
             text=True,
         )
+        started.enter_context(process)
+        started.callback(process.kill)
+        return process
 
-    return starting
+    with contextlib.ExitStack() as started:
+        yield starting
 
 
 def written(guest: Guest, path: Path) -> Path:
