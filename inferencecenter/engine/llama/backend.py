@@ -262,12 +262,12 @@ class LlamaContext:
             self._fail(slots, "llama.cpp lost count of its tokens")
 
     def decodes_apart(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether a decode for each chunk takes less time than one for all; see ``RowCounts.apart``."""
+        """Return whether a decode for each chunk takes less time than one for all; see ``RowCounts``."""
         n_turns = len(chunks)
         if self._row_counts is None or not 2 <= n_turns <= MOST_APART or any(len(chunk.tokens) > 1 for chunk in chunks):
             return False
         padding = padding_slots([chunk.slot for chunk in chunks], self._lengths)
-        return self._row_counts.apart(n_turns, most=n_turns + len(padding))
+        return self._row_counts.best(n_turns, most=n_turns + len(padding)) == 1
 
     def batch_index(self, row: int) -> int:
         """Return the index in the last batch of the ``row``-th token with logits."""
@@ -435,7 +435,8 @@ class LlamaContext:
         n_turns = len(chunks)
         slots = padding_slots([chunk.slot for chunk in chunks], self._lengths)
         n_rows = row_counts.best(n_turns, most=n_turns + len(slots))
-        return [Chunk(slot, self._lengths[slot], chunks[0].tokens, sample=True) for slot in slots[: n_rows - n_turns]]
+        added = slots[: max(0, n_rows - n_turns)]
+        return [Chunk(slot, self._lengths[slot], chunks[0].tokens, sample=True) for slot in added]
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:

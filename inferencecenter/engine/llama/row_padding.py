@@ -27,7 +27,7 @@ MOST_APART: Final = 3
 _GAIN_APART: Final = 0.97
 # The least of so many times counts: another program may have delayed some of them.
 _SAMPLES: Final = 3
-# Contexts grow and shrink, so after so many decodes of a number of turns the oldest measurement is repeated.
+# Contexts grow and shrink, so a measurement is repeated after so many decodes for each number of rows to choose from.
 _REPEAT_AFTER: Final = 64
 
 
@@ -36,48 +36,37 @@ class RowCounts:
 
     def __init__(self) -> None:
         self._times_s: dict[int, deque[float]] = {}
-        self._decodes: dict[int, int] = {}
         self._measured_at: dict[int, int] = {}
         self._n_observed = 0
-        self._choices: dict[int, int] = {}
 
     def best(self, n_turns: int, *, most: int) -> int:
         """Return the number of rows for a decode of ``n_turns`` turns: the fastest from there to ``most``.
 
-        That is the smallest of equal ones; a count with too few measurements comes first.
+        1 stands for a decode of each turn, which up to ``MOST_APART`` turns may be faster. A number with too few or too
+        old measurements comes first. The answer changes only with ``observe``.
         """
-        counts = range(n_turns, most + 1)
+        counts = list(range(n_turns, most + 1))
+        if 2 <= n_turns <= MOST_APART:
+            counts.append(1)
         if len(counts) == 1:
             return n_turns
         if (unknown := next((count for count in counts if len(self._times(count)) < _SAMPLES), None)) is not None:
             return unknown
-        self._decodes[n_turns] = self._decodes.get(n_turns, 0) + 1
-        if self._decodes[n_turns] % _REPEAT_AFTER == 0:
-            return min(counts, key=lambda count: self._measured_at[count])
-        return min(counts, key=lambda count: min(self._times(count)))
-
-    def apart(self, n_turns: int, *, most: int) -> bool:
-        """Return whether ``n_turns`` turns are decoded one after the other, not together in up to ``most`` rows.
-
-        What was not measured yet comes first, and now and then that whose measurement is older.
-        """
-        if not 2 <= n_turns <= MOST_APART:
-            return False
-        together = range(n_turns, most + 1)
-        if any(len(self._times(count)) < _SAMPLES for count in together):
-            return False
-        if len(self._times(1)) < _SAMPLES:
-            return True
-        self._choices[n_turns] = self._choices.get(n_turns, 0) + 1
-        if self._choices[n_turns] % _REPEAT_AFTER == 0:
-            return self._measured_at[1] < max(self._measured_at[count] for count in together)
-        return n_turns * min(self._times(1)) < _GAIN_APART * min(min(self._times(count)) for count in together)
+        oldest = min(counts, key=self._measured_at.__getitem__)
+        if self._n_observed - self._measured_at[oldest] >= _REPEAT_AFTER * len(counts):
+            return oldest
+        return min(counts, key=lambda count: self._step_s(count, n_turns))
 
     def observe(self, n_rows: int, took_s: float) -> None:
         """Learn from a decode of single tokens, added rows included."""
         self._n_observed += 1
         self._times(n_rows).append(took_s)
         self._measured_at[n_rows] = self._n_observed
+
+    def _step_s(self, count: int, n_turns: int) -> float:
+        """Return the seconds for a token of each turn, increased if several decodes are needed."""
+        least_s = min(self._times(count))
+        return least_s if count >= n_turns else n_turns * least_s / _GAIN_APART
 
     def _times(self, count: int) -> deque[float]:
         return self._times_s.setdefault(count, deque(maxlen=_SAMPLES))

@@ -436,7 +436,7 @@ def test_only_single_tokens_are_decoded_apart(demo: Loaded, monkeypatch: pytest.
     if demo.model.n_gpu_layers:
         pytest.skip("rows are counted on the processor alone")
     context = demo.context
-    monkeypatch.setattr(RowCounts, "apart", lambda _counts, _turns, *, most: True)
+    monkeypatch.setattr(RowCounts, "best", lambda _counts, _turns, *, most: 1)
     assert context.decodes_apart([Chunk(0, 0, [5], sample=True), Chunk(1, 0, [6], sample=True)])
     assert not context.decodes_apart([Chunk(0, 0, [5], sample=True)])
     assert not context.decodes_apart([Chunk(0, 0, [5], sample=True), Chunk(1, 0, [6, 7], sample=True)])
