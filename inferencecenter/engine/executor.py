@@ -351,6 +351,7 @@ class Executor:
             self._encode(plan.encoding, outcome)
         for number, each in enumerate(plan.passes):
             if number and self._interrupted():
+                outcome.interrupted = True
                 break
             self._run_pass(each, outcome)
             self._progressed()

@@ -368,6 +368,7 @@ def test_interrupted_step_ends_after_the_current_pass(bench: Bench) -> None:
     bench.interrupted = True
     passes = (prefill((0, "a")), prefill((1, "b")))
     outcome, _ = bench.run(StepPlan(admissions=(admission("a"), admission("b")), passes=passes))
+    assert outcome.interrupted
     assert outcome.decoded == {"a": len(PROMPT)}
     assert bench.backend.held(1) == ()
 

@@ -266,7 +266,7 @@ class LlamaContext:
         n_turns = len(chunks)
         if self._row_counts is None or not 2 <= n_turns <= MOST_APART or any(len(chunk.tokens) > 1 for chunk in chunks):
             return False
-        padding = padding_slots([chunk.slot for chunk in chunks], self._lengths)
+        padding = padding_slots([chunk.slot for chunk in chunks], self._lengths, n_ctx=self.n_ctx)
         return self._row_counts.best(n_turns, most=n_turns + len(padding)) == 1
 
     def batch_index(self, row: int) -> int:
@@ -433,7 +433,7 @@ class LlamaContext:
     def _padding(self, chunks: Sequence[Chunk], row_counts: RowCounts) -> list[Chunk]:
         """Return the rows that make a decode of single tokens faster; they are removed from their slots after it."""
         n_turns = len(chunks)
-        slots = padding_slots([chunk.slot for chunk in chunks], self._lengths)
+        slots = padding_slots([chunk.slot for chunk in chunks], self._lengths, n_ctx=self.n_ctx)
         n_rows = row_counts.best(n_turns, most=n_turns + len(slots))
         added = slots[: max(0, n_rows - n_turns)]
         return [Chunk(slot, self._lengths[slot], chunks[0].tokens, sample=True) for slot in added]

@@ -29,6 +29,8 @@ _GAIN_APART: Final = 0.97
 _SAMPLES: Final = 3
 # Contexts grow and shrink, so a measurement is repeated after so many decodes for each number of rows to choose from.
 _REPEAT_AFTER: Final = 64
+# llama.cpp computes attention over multiples of so many KV cells.
+_CELLS: Final = 256
 
 
 class RowCounts:
@@ -72,16 +74,21 @@ class RowCounts:
         return self._times_s.setdefault(count, deque(maxlen=_SAMPLES))
 
 
-def padding_slots(slots: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+def padding_slots(slots: Sequence[int], lengths: Sequence[int], *, n_ctx: int) -> tuple[int, ...]:
     """Return the slots whose rows may be added to a decode of one token in each of ``slots``, in this order.
 
     They fill a tile of rows, as far as there are such slots: adjacent, because llama.cpp computes only consecutive ones
-    together, and not longer than the longest of ``slots``, whose length determines the cost of attention. ``lengths``
-    are those of all slots.
+    together, not full, and with no more cells than the longest of ``slots``, which determines the cost of attention.
+    ``lengths`` are those of all slots, in tokens, of which each holds ``n_ctx``.
     """
     if len(slots) < _FEWEST or slots[-1] - slots[0] >= len(slots):
         return ()
-    longest = max(lengths[slot] for slot in slots)
-    after = takewhile(lambda slot: lengths[slot] <= longest, range(slots[-1] + 1, len(lengths)))
-    before = takewhile(lambda slot: lengths[slot] <= longest, range(slots[0] - 1, -1, -1))
+    most = min(n_ctx, _cells(max(lengths[slot] for slot in slots)))
+    after = takewhile(lambda slot: lengths[slot] < most, range(slots[-1] + 1, len(lengths)))
+    before = takewhile(lambda slot: lengths[slot] < most, range(slots[0] - 1, -1, -1))
     return tuple(islice(chain(after, before), -len(slots) % _TILE_ROWS))
+
+
+def _cells(length: int) -> int:
+    """Return the KV cells over which attention is computed for the token after ``length`` others."""
+    return (length // _CELLS + 1) * _CELLS

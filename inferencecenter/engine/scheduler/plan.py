@@ -299,7 +299,8 @@ class StepOutcome:
     are the draft tokens among them, sampled before the token in ``sampled``; ``drafted`` counts all drafts tried.
     ``emptied`` turns lost the KV they build on and are prefilled from the start; ``wiped`` slots, numbered as after the
     moves, lost an idle session's KV. ``ended`` turns are finished; the ``lost`` ones among them left no KV. ``stalled``
-    turns are unchanged and decode again with the next step, the first of them after ``wait_s`` where samplers wait.
+    turns are unchanged and decode again with the next step, the first of them after ``wait_s`` where samplers wait. An
+    ``interrupted`` plan has passes that were not run.
 
     ``encode_s`` is the time for encoding an image, ``prefill_s`` that for prefilling ``prefill_tokens``, ``decode_s``
     the time of the decode pass and ``draft_s`` that of the draft model in it. ``move_times`` lists each park, restore
@@ -316,6 +317,7 @@ class StepOutcome:
     ended: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     stalled: set[str] = field(default_factory=set)
+    interrupted: bool = False
     wait_s: float = 0.0
     prefill_tokens: int = 0
     prefill_s: float = 0.0

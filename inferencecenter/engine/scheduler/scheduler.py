@@ -240,6 +240,9 @@ class Scheduler:
         self._read_tokens = 0
         self._moves = 0
         self._generates = False
+        # Prompt tokens that the last prefill step was planned for, and those that an interruption has left of them.
+        self._budget_tokens = 0
+        self._left_tokens = 0
         self._planned_nothing = False
 
     def __repr__(self) -> str:
@@ -430,12 +433,12 @@ class Scheduler:
 
         A turn that arrives while others decode is prefilled after at most one decode step, its first token joins the
         next pass, and generated tokens are published before prompts are prefilled. In a burst the first turns that have
-        a token do not decode before the others have one.
+        a token do not decode before the others have one. What an interrupted step has left of its budget is used first.
         """
         decoding = [request for request in self._running.values() if request.state is RequestState.DECODE]
         reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
         burst = self._is_burst(decoding, reading, now=now)
-        if decoding and not (reading and (self._generates or burst)):
+        if decoding and not (reading and (self._generates or burst or self._left_tokens)):
             self._generates = True
             return [decode_pass(decoding, self._drafting.drafts(decoding))]
         self._generates = False
@@ -501,10 +504,13 @@ class Scheduler:
             # A turn that holds a slot but is not prefilled ages as if it still waited for one.
             risen = request.base_class - request.periods(now, self._ageing_s)
             request.effective_priority = min(request.effective_priority, max(0, risen))
-        budget_tokens = self._budget.tokens(n_prefilling=len(reading), n_decoding=n_decoding)
-        if burst:
-            budget_tokens = max(budget_tokens, sum(request.pending_tokens for request in reading))
-        budget_tokens = max(self._grid_tokens, int(budget_tokens * self._dispatcher.limits.prefill_share))
+        budget_tokens = self._left_tokens
+        if not budget_tokens or burst:
+            budget_tokens = self._budget.tokens(n_prefilling=len(reading), n_decoding=n_decoding)
+            if burst:
+                budget_tokens = max(budget_tokens, sum(request.pending_tokens for request in reading))
+            budget_tokens = max(self._grid_tokens, int(budget_tokens * self._dispatcher.limits.prefill_share))
+        self._budget_tokens = budget_tokens
         builder.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
         passes = prefill_passes(
             reading, grid_tokens=self._grid_tokens, budget_tokens=budget_tokens, pass_tokens=self._pass_tokens
@@ -525,6 +531,8 @@ class Scheduler:
 
     def _observe(self, outcome: StepOutcome) -> None:
         self._read_tokens += outcome.prefill_tokens
+        left_tokens = self._budget_tokens - outcome.prefill_tokens if outcome.interrupted else 0
+        self._left_tokens = left_tokens if left_tokens >= self._grid_tokens else 0
         self._budget.observe(
             prefill_tokens=outcome.prefill_tokens,
             prefill_s=outcome.prefill_s,

@@ -30,16 +30,19 @@ LINEAR = {3: 2.4, 4: 3.1, 5: 3.6, 6: 3.9, 7: 4.1, 8: 4.5}
         (range(1, 8), [0] + [5] * 7, (0,)),
         (range(2, 8), [5] * 9, (8, 1)),
         (range(7), [5] * 7, ()),
-        (range(7), [5] * 7 + [6], ()),
-        (range(1, 8), [5] * 8 + [6], (0,)),
+        (range(7), [5] * 7 + [255], (7,)),
+        (range(7), [5] * 7 + [256], ()),
+        (range(7), [5] * 6 + [256] + [300], (7,)),
+        (range(7), [399] * 7 + [400], ()),
+        (range(1, 8), [5] * 8 + [256], (0,)),
         ([0, 1, 2, 3, 5], [5] * 8, ()),
     ],
 )
 def test_padding_fills_a_tile_with_adjacent_slots(
     slots: Sequence[int], lengths: list[int], padding: tuple[int, ...]
 ) -> None:
-    """Free adjacent slots are added up to the next tile, if none is longer than the longest one that decodes."""
-    assert padding_slots(slots, lengths) == padding
+    """Free adjacent slots are added up to the next tile: such that need no more cells, and have room for a token."""
+    assert padding_slots(slots, lengths, n_ctx=400) == padding
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class FakeStore:
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults of a step; ``broken_pass`` is the number of the pass that fails."""
+    """Faults of a step: numbers of the pass that fails, and of the one before which the step is interrupted."""
 
     cut: bool = False
     swap: bool = False
@@ -105,6 +105,7 @@ class Faults:
     restore: bool = False
     copy: bool = False
     broken_pass: int = -1
+    interrupted_pass: int = -1
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Results:
     accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drafted: int = 0
     parked: int = 0
+    interrupted: bool = False
 
 
 class SchedulerHarness:
@@ -186,6 +188,7 @@ class SchedulerHarness:
         self.limits = EngineLimits(active_slots=slots)
         self.now = 0.0
         self.paused_steps = 0
+        self.interrupted = False
 
     def add(
         self,
@@ -304,7 +307,11 @@ class SchedulerHarness:
             assert not plan.passes, "an image is encoded in a step of its own"
             self.images.encode(plan.encoding.span)
         for number, each in enumerate(plan.passes):
+            if number and number == faults.interrupted_pass:
+                results.interrupted = True
+                break
             self._pass(each, number, faults=faults, results=results)
+        self.interrupted = results.interrupted
         self._complete(plan, results, move_s=move_s)
         return plan
 
@@ -389,12 +396,15 @@ class SchedulerHarness:
             taken.add(request.session_id)
 
     def _check_pause(self, plan: StepPlan) -> None:
-        """A turn that could decode waits for one step with prefill, or in a burst for 4 s."""
+        """A turn that could decode waits for one step with prefill and its rest if interrupted, or in a burst 4 s."""
         could_decode = any(
             request.state is RequestState.DECODE and request.slot is not None for request in self.requests.values()
         )
         decodes = any(not each.prefill for each in plan.passes)
-        self.paused_steps = self.paused_steps + 1 if could_decode and not decodes else 0
+        if not could_decode or decodes:
+            self.paused_steps = 0
+        elif not self.interrupted:
+            self.paused_steps += 1
         assert self.paused_steps <= 1 + 4 / STEP_S, "a turn that could decode waits for too long"
 
     def _check_tenants(self, unsure: Collection[str]) -> None:
@@ -502,6 +512,7 @@ class SchedulerHarness:
             wiped=results.wiped,
             ended=full | results.lost,
             lost=results.lost,
+            interrupted=results.interrupted,
             prefill_tokens=sum(results.decoded.values()),
             prefill_s=0.01,
             decode_s=0.1,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from inferencecenter.engine.scheduler.plan import prefill_passes
 from inferencecenter.engine.scheduler.scheduler import PrefillBudget
-from tests.engine.scheduler.harness import new_request
+from tests.engine.scheduler.harness import FakeStore, Faults, SchedulerHarness, new_request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inferencecenter.engine.scheduler.plan import DecodePass
 
 
 def test_prefill_budget_keeps_the_target_step_time() -> None:
@@ -76,3 +83,23 @@ def test_short_steps_do_not_update_the_estimate() -> None:
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=100, prefill_s=0.0, decode_s=0.0, alone=True)
     assert budget.tokens(n_prefilling=1, n_decoding=0) == 64
+
+
+def test_interrupted_prefill_continues_before_the_next_decode() -> None:
+    """Commands end a step after a pass, such as those of other sessions; its budget is used up all the same."""
+    world = SchedulerHarness(slots=2, n_ctx=4000, answer_tokens=50, pass_tokens=4, store=FakeStore(limit_tokens=0))
+    world.add([1, 2, 3, 4])
+    world.run(2)
+    world.now += 1
+    world.add([*range(100, 3000)])
+    planned = _prefilled(world.step(Faults(interrupted_pass=1)).passes)
+    assert planned >= 16
+    assert _prefilled(world.step(Faults(interrupted_pass=2)).passes) == planned - 4
+    assert _prefilled(world.step().passes) == planned - 12
+    assert _prefilled(world.step().passes) == 0
+    assert _prefilled(world.step().passes) >= 16
+
+
+def _prefilled(passes: Iterable[DecodePass]) -> int:
+    """Return how many tokens are prefilled; 0 for a step that decodes."""
+    return sum(len(row.chunk.tokens) for each in passes if each.prefill for row in each.rows)

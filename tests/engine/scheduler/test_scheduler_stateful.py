@@ -152,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             restore=booleans,
             copy=booleans,
             broken_pass=st.integers(-3, 2),
+            interrupted_pass=st.integers(-2, 2),
         )
     )
     def faulty_step(self, faults: Faults) -> None:
