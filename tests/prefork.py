@@ -346,9 +346,10 @@ def _serve(asked: socket.socket) -> tuple[_Program, list[int]]:
                 time.sleep(0.0005)
             return program, fds
         os.waitpid(between, 0)
-        asked.send(os.read(told, 32))
-        for fd in (told, telling, *fds):
+        answer = os.read(told, 32)
+        for fd in (told, telling, *fds):  # before the answer: a lock on its way to the program ends with the program
             os.close(fd)
+        asked.send(answer)
 
 
 def _main() -> NoReturn:
