@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,11 +70,15 @@ class ClusterNode:
 
     def kill(self) -> None:
         """Kill all of its processes, as a machine that loses power does."""
-        pids = self.pids
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        stopped: set[int] = set()
+        while running := [pid for pid in self.pids if pid not in stopped]:
+            for pid in running:
+                with suppress(ProcessLookupError):  # it has ended since the list was read
+                    os.kill(pid, signal.SIGSTOP)
+            stopped.update(running)
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(TIMEOUT_S)
 
 

@@ -187,7 +187,8 @@ def remove_cgroup(group: Path) -> None:
         deadline = time.monotonic() + 60
         while below.exists():
             for pid in (below / "cgroup.procs").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since the list was read
+                    os.kill(int(pid), signal.SIGKILL)
             try:
                 below.rmdir()
             except OSError:
