@@ -242,22 +242,56 @@ def prefill_passes(
 
     Each chunk is one cell of the grid, so an answer never depends on how many fit a step. Prompts are prefilled one
     after the other, the highest class first and within it by ``EngineRequest.due``: a short prompt overtakes a long
-    one, but not indefinitely. None is prefilled past its ``step_end``. A pass holds chunks of one length and at most
+    one, but not indefinitely. None is prefilled past its ``step_end``. Prompts that have at most ``pass_tokens`` in
+    this step together share passes, which is faster per token. A pass holds chunks of one length and at most
     ``pass_tokens``, because llama.cpp would split it otherwise. A run of rows is a pass of its own.
     """
-    cells: dict[tuple[int, int, bool], list[DecodeRow]] = {}
-    for nth, row in _prefill_chunks(requests, grid_tokens):
-        n_tokens = len(row.chunk.tokens)
-        if cells and n_tokens > budget_tokens:
+    groups: list[list[list[DecodeRow]]] = []
+    room_tokens = 0
+    for request in sorted(requests, key=prefill_order):
+        rows: list[DecodeRow] = []
+        for row in _prefill_rows(request, grid_tokens):
+            if (groups or rows) and len(row.chunk.tokens) > budget_tokens:
+                break
+            budget_tokens -= len(row.chunk.tokens)
+            rows.append(row)
+        if not rows:
             break
-        budget_tokens -= n_tokens
-        cells.setdefault((nth, n_tokens, row.span is not None), []).append(row)
-    passes: list[DecodePass] = []
+        n_tokens = sum(len(row.chunk.tokens) for row in rows)
+        if n_tokens > room_tokens:
+            groups.append([])
+            room_tokens = pass_tokens
+        groups[-1].append(rows)
+        room_tokens -= n_tokens
+        if request.kv_tokens + n_tokens < request.step_end:
+            break
+    return tuple(each for group in groups for each in _group_passes(group, pass_tokens))
+
+
+def _group_passes(prompts: list[list[DecodeRow]], pass_tokens: int) -> Iterator[DecodePass]:
+    """Yield the passes of prompts' chunks, with the chunks of equal number and length in one."""
+    cells: dict[tuple[int, int, bool], list[DecodeRow]] = {}
+    for prompt in prompts:
+        for nth, row in enumerate(prompt):
+            cells.setdefault((nth, len(row.chunk.tokens), row.span is not None), []).append(row)
     for (_, length, of_image), rows in sorted(cells.items(), key=lambda item: item[0]):
         rows.sort(key=_slot_of)
         width = 1 if of_image else max(1, pass_tokens // length)
-        passes.extend(DecodePass(tuple(rows[at : at + width]), prefill=True) for at in range(0, len(rows), width))
-    return tuple(passes)
+        for at in range(0, len(rows), width):
+            yield DecodePass(tuple(rows[at : at + width]), prefill=True)
+
+
+def until_first_token(passes: Sequence[DecodePass], *, least_tokens: int) -> list[DecodePass]:
+    """Return the passes up to the first one that completes a prompt, and at least ``least_tokens``.
+
+    The token is published at the end of a step, so it does not wait for the other prompts.
+    """
+    n_tokens = 0
+    for number, each in enumerate(passes, start=1):
+        n_tokens += sum(len(row.chunk.tokens) for row in each.rows)
+        if n_tokens >= least_tokens and any(row.chunk.sample for row in each.rows):
+            return list(passes[:number])
+    return list(passes)
 
 
 def prefill_order(request: EngineRequest) -> tuple[int, int, int]:
@@ -265,14 +299,13 @@ def prefill_order(request: EngineRequest) -> tuple[int, int, int]:
     return request.effective_priority, request.due, request.arrival
 
 
-def _prefill_chunks(requests: Iterable[EngineRequest], grid_tokens: int) -> Iterator[tuple[int, DecodeRow]]:
-    """Yield the remaining chunks of the prompts in order, each with its number in its prompt."""
-    for request in sorted(requests, key=prefill_order):
-        start, nth = request.kv_tokens, 0
-        while start < request.step_end:
-            end = request.chunk_end(start, grid_tokens)
-            yield nth, DecodeRow(request.turn_id, _chunk(request, start, end), span=request.span_at(start))
-            start, nth = end, nth + 1
+def _prefill_rows(request: EngineRequest, grid_tokens: int) -> Iterator[DecodeRow]:
+    """Yield the remaining chunks of a prompt."""
+    start = request.kv_tokens
+    while start < request.step_end:
+        end = request.chunk_end(start, grid_tokens)
+        yield DecodeRow(request.turn_id, _chunk(request, start, end), span=request.span_at(start))
+        start = end
 
 
 def _decode_row(request: EngineRequest, drafts: Drafts) -> DecodeRow:

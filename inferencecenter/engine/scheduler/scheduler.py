@@ -32,6 +32,7 @@ from inferencecenter.engine.scheduler.plan import (
     decode_pass,
     prefill_order,
     prefill_passes,
+    until_first_token,
 )
 from inferencecenter.engine.scheduler.queue import KvLoads, PrefixWaiters, TurnQueue
 from inferencecenter.engine.scheduler.speculation import DraftPlanner, ewma
@@ -240,8 +241,9 @@ class Scheduler:
         self._read_tokens = 0
         self._moves = 0
         self._generates = False
-        # Prompt tokens that the last prefill step was planned for, and those that an interruption has left of them.
+        # Prompt tokens of the last budget, whether its step ends at a first token, and what is left for the next step.
         self._budget_tokens = 0
+        self._ends_early = False
         self._left_tokens = 0
         self._planned_nothing = False
 
@@ -433,8 +435,10 @@ class Scheduler:
 
         A turn that arrives while others decode is prefilled after at most one decode step, its first token joins the
         next pass, and generated tokens are published before prompts are prefilled. In a burst the first turns that have
-        a token do not decode before the others have one. What an interrupted step has left of its budget is used first.
+        a token do not decode before the others have one. A step that prefills ends where prompts are complete, so that
+        their first tokens are published. What such a step, or an interrupted one, has left of its budget is used first.
         """
+        self._ends_early = False
         decoding = [request for request in self._running.values() if request.state is RequestState.DECODE]
         reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
         burst = self._is_burst(decoding, reading, now=now)
@@ -515,7 +519,9 @@ class Scheduler:
         passes = prefill_passes(
             reading, grid_tokens=self._grid_tokens, budget_tokens=budget_tokens, pass_tokens=self._pass_tokens
         )
-        return list(passes)
+        until = until_first_token(passes, least_tokens=self._grid_tokens)
+        self._ends_early = len(until) < len(passes)
+        return until
 
     def _book_losses(self, outcome: StepOutcome) -> None:
         for turn_id in outcome.emptied:
@@ -531,7 +537,8 @@ class Scheduler:
 
     def _observe(self, outcome: StepOutcome) -> None:
         self._read_tokens += outcome.prefill_tokens
-        left_tokens = self._budget_tokens - outcome.prefill_tokens if outcome.interrupted else 0
+        continues = outcome.interrupted or self._ends_early
+        left_tokens = self._budget_tokens - outcome.prefill_tokens if continues else 0
         self._left_tokens = left_tokens if left_tokens >= self._grid_tokens else 0
         self._budget.observe(
             prefill_tokens=outcome.prefill_tokens,

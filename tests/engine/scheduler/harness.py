@@ -189,6 +189,7 @@ class SchedulerHarness:
         self.now = 0.0
         self.paused_steps = 0
         self.interrupted = False
+        self.ended_early = False
 
     def add(
         self,
@@ -396,15 +397,19 @@ class SchedulerHarness:
             taken.add(request.session_id)
 
     def _check_pause(self, plan: StepPlan) -> None:
-        """A turn that could decode waits for one step with prefill and its rest if interrupted, or in a burst 4 s."""
+        """A turn that could decode waits for one budget of prefill, or in a burst 4 s.
+
+        A budget continues after a step that was interrupted or that ended with a first token.
+        """
         could_decode = any(
             request.state is RequestState.DECODE and request.slot is not None for request in self.requests.values()
         )
         decodes = any(not each.prefill for each in plan.passes)
         if not could_decode or decodes:
             self.paused_steps = 0
-        elif not self.interrupted:
+        elif not (self.interrupted or self.ended_early):
             self.paused_steps += 1
+        self.ended_early = any(row.chunk.sample for row in plan.passes[-1].rows) if plan.passes else False
         assert self.paused_steps <= 1 + 4 / STEP_S, "a turn that could decode waits for too long"
 
     def _check_tenants(self, unsure: Collection[str]) -> None:

@@ -34,24 +34,46 @@ def test_all_prompts_of_a_burst_are_prefilled_before_a_decode() -> None:
 
 
 def test_prompts_of_a_burst_may_take_more_than_a_second() -> None:
-    """A turn that came with them waits once for all of them, 1.75 s."""
+    """A turn that came with them waits once for all of them, 1.75 s; each step ends with the token of one."""
     world = crowd(slots=8)
     world.add(prompt(0))
     for number in range(1, 8):
         world.add(prompt(number, length=100))
     world.step()
-    assert steps_of(world, 2) == [(True, 7), (False, 8)]
+    assert steps_of(world, 8) == [(True, 1)] * 7 + [(False, 8)]
+
+
+def test_first_tokens_of_a_burst_do_not_wait_for_all_prompts() -> None:
+    """Three prompts fit a pass. Each step ends with a pass, and a turn that has a token waits for the other prompts."""
+    world = SchedulerHarness(slots=8, n_ctx=4000, answer_tokens=50, pass_tokens=12, store=FakeStore(limit_tokens=0))
+    for number in range(8):
+        world.add(prompt(number))
+    assert steps_of(world, 5) == [(True, 1), (True, 3), (True, 3), (True, 1), (False, 8)]
+
+
+def test_long_prompts_of_a_step_do_not_wait_for_each_other() -> None:
+    """The second one is complete when the step has ended that completes the first, and decodes follow."""
+    world = SchedulerHarness(slots=3, n_ctx=4000, answer_tokens=50, pass_tokens=4, store=FakeStore(limit_tokens=0))
+    world.add(prompt(0))
+    world.run(2)
+    world.now += 1
+    first, second = world.add(prompt(1, length=12)), world.add(prompt(2, length=12))
+    world.step()
+    assert (first.generated_tokens, second.generated_tokens) == (1, 0)
+    world.step()
+    assert (first.generated_tokens, second.generated_tokens) == (1, 1)
+    assert steps_of(world, 1) == [(False, 3)]
 
 
 def test_turn_with_a_token_waits_a_second_for_later_prompts() -> None:
-    """The same prompts do not fit one step if they arrive after its first token."""
+    """Three of the same prompts and part of the fourth are prefilled if they arrive after its first token."""
     world = crowd(slots=8)
     world.add(prompt(0))
     world.run(2)
     world.now += 1
     for number in range(1, 8):
         world.add(prompt(number, length=100))
-    assert steps_of(world, 2) == [(True, 4), (False, 4)]
+    assert steps_of(world, 5) == [(True, 1)] * 4 + [(False, 4)]
 
 
 def test_burst_of_long_prompts_pauses_no_turn_for_long() -> None:
