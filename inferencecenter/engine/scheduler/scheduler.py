@@ -538,8 +538,7 @@ class Scheduler:
     def _observe(self, outcome: StepOutcome) -> None:
         self._read_tokens += outcome.prefill_tokens
         continues = outcome.interrupted or self._ends_early
-        left_tokens = self._budget_tokens - outcome.prefill_tokens if continues else 0
-        self._left_tokens = left_tokens if left_tokens >= self._grid_tokens else 0
+        self._left_tokens = max(0, self._budget_tokens - outcome.prefill_tokens) if continues else 0
         self._budget.observe(
             prefill_tokens=outcome.prefill_tokens,
             prefill_s=outcome.prefill_s,

@@ -51,6 +51,21 @@ def test_first_tokens_of_a_burst_do_not_wait_for_all_prompts() -> None:
     assert steps_of(world, 5) == [(True, 1), (True, 3), (True, 3), (True, 1), (False, 8)]
 
 
+def test_last_prompt_of_a_step_may_be_shorter_than_a_cell() -> None:
+    """A step that ends with a first token leaves three tokens of its budget, which are prefilled before a decode."""
+    world = SchedulerHarness(slots=3, n_ctx=4000, answer_tokens=50, pass_tokens=4, store=FakeStore(limit_tokens=0))
+    world.add(prompt(0))
+    world.run(2)
+    world.now += 1
+    world.add(prompt(1, length=307), priority=0)
+    last = world.add(prompt(2, length=3))
+    assert world.step().reasons[-1] == "2 prompts share 310 tokens"
+    assert last.generated_tokens == 0
+    world.step()
+    assert last.generated_tokens == 1
+    assert steps_of(world, 1) == [(False, 3)]
+
+
 def test_long_prompts_of_a_step_do_not_wait_for_each_other() -> None:
     """The second one is complete when the step has ended that completes the first, and decodes follow."""
     world = SchedulerHarness(slots=3, n_ctx=4000, answer_tokens=50, pass_tokens=4, store=FakeStore(limit_tokens=0))
