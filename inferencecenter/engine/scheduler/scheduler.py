@@ -35,7 +35,7 @@ from inferencecenter.engine.scheduler.plan import (
     until_first_token,
 )
 from inferencecenter.engine.scheduler.queue import KvLoads, PrefixWaiters, TurnQueue
-from inferencecenter.engine.scheduler.speculation import DraftPlanner, ewma
+from inferencecenter.engine.scheduler.speculation import DraftPlanner
 from inferencecenter.engine.scheduler.state import (
     DECODE_UNITS,
     EngineRequest,
@@ -73,6 +73,11 @@ _PARKING_SHARE: Final = 0.03
 _MOVES_PER_PREEMPTION: Final = 2
 # Weight of the newest step: moves are few, and the first ones into fresh memory take ten times as long as later ones.
 _QUANTUM_EWMA_WEIGHT: Final = 0.2
+
+
+def ewma(old: float, new: float, *, weight: float) -> float:
+    """Return the exponentially weighted moving average; ``new`` itself when ``old`` is 0."""
+    return old + weight * (new - old) if old else new
 
 
 class PrefillBudget:

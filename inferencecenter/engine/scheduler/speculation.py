@@ -10,6 +10,7 @@ Nothing here reads a clock. The cost of drafts is learned from the durations of 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -41,8 +42,9 @@ _OLD_OF_MODEL: Final = 0.9
 # The acceptance at which a single draft is just worth its cost.
 _PROBE: Final = 1.02
 _FIRST_PAUSE_TOKENS: Final = 16
-# Weight of the newest step in measured costs, their bounds, and how much of an excess a step without drafts forgets.
-_COST_EWMA_WEIGHT: Final = 0.2
+# Steps of which the median counts as a cost, the bounds of a cost, and how much of an excess a step without drafts
+# forgets.
+_COST_STEPS: Final = 5
 _LEAST_COST: Final = 0.01
 _MOST_COST: Final = 4.0
 _COST_FORGOTTEN: Final = 0.005
@@ -52,11 +54,6 @@ _LONGEST_PAUSE_TOKENS: Final = 128
 def most_drafts(draft_tokens: int) -> int:
     """Return how many tokens all turns together may draft per step, if one may draft ``draft_tokens``."""
     return 2 * draft_tokens
-
-
-def ewma(old: float, new: float, *, weight: float) -> float:
-    """Return the exponentially weighted moving average; ``new`` itself when ``old`` is 0."""
-    return old + weight * (new - old) if old else new
 
 
 class TokenIndex:
@@ -111,11 +108,24 @@ def continuation(tokens: Sequence[int], position: int, n_tokens: int) -> list[in
     return drafts
 
 
+class _RecentMedian:
+    """Median of the last values; ``assumed`` stands for the first ones, so that one outlier never counts alone."""
+
+    def __init__(self, assumed: float | None = None) -> None:
+        self._values = deque([] if assumed is None else [assumed] * (_COST_STEPS // 2), _COST_STEPS)
+
+    def add(self, value: float) -> float:
+        """Add a value and return the median, the lower one of two."""
+        self._values.append(value)
+        return sorted(self._values)[(len(self._values) - 1) // 2]
+
+
 class DecodeCosts:
     """What a draft costs a lone turn, in units of a decode of one row: ``row`` to verify it, ``draft`` to make it.
 
-    Learned from steps of one turn. More turns have the assumed cost of a row, which is above what it takes there. A
-    cost above the assumed one is slowly forgotten while nothing is drafted, so that it is measured again.
+    Learned from the last steps of one turn, as a median: a step takes several times as long if another program has the
+    processor meanwhile. More turns have the assumed cost of a row, which is above what it takes there. A cost above the
+    assumed one is slowly forgotten while nothing is drafted, so that it is measured again.
 
     Args:
         draft: Assumed cost of a decode of the draft model.
@@ -126,6 +136,9 @@ class DecodeCosts:
         self.draft = draft
         self._assumed = (ROW_COST, draft)
         self._plain_s = 0.0
+        self._plain = _RecentMedian()
+        self._rows = _RecentMedian(ROW_COST)
+        self._drafts = _RecentMedian(draft)
 
     def row_of(self, n_turns: int) -> float:
         """Return the cost of a further row in a step of ``n_turns``."""
@@ -135,16 +148,15 @@ class DecodeCosts:
         """Learn from a step of a lone turn; making its ``n_drafts`` took ``draft_s`` of ``decode_s``."""
         model_s = decode_s - draft_s
         if not n_drafts:
-            self._plain_s = ewma(self._plain_s, model_s, weight=_COST_EWMA_WEIGHT)
+            self._plain_s = self._plain.add(model_s)
             row, draft = self._assumed
             self.row -= _COST_FORGOTTEN * max(0.0, self.row - row)
             self.draft -= _COST_FORGOTTEN * max(0.0, self.draft - draft)
         elif self._plain_s > 0:
             row = (model_s / self._plain_s - 1) / n_drafts
-            self.row = ewma(self.row, min(max(row, _LEAST_COST), _MOST_COST), weight=_COST_EWMA_WEIGHT)
+            self.row = self._rows.add(min(max(row, _LEAST_COST), _MOST_COST))
             if draft_s:
-                draft = min(draft_s / n_drafts / self._plain_s, _MOST_COST)
-                self.draft = ewma(self.draft, draft, weight=_COST_EWMA_WEIGHT)
+                self.draft = self._drafts.add(min(draft_s / n_drafts / self._plain_s, _MOST_COST))
 
 
 @dataclass(slots=True)

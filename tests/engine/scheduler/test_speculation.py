@@ -287,8 +287,24 @@ def test_costs_are_not_learned_without_a_step_to_compare_with() -> None:
     assert (costs.row, costs.draft) == (ROW_COST, 0.1)
 
 
+@pytest.mark.parametrize("n_before", [0, 1, 2, 9])
+def test_slow_steps_do_not_change_costs(n_before: int) -> None:
+    """Two of five steps may be interrupted by another program, with drafts or without."""
+    costs = DecodeCosts(0.1)
+    for _ in range(3):
+        costs.observe(n_drafts=0, decode_s=0.010, draft_s=0.0)
+    for slow_s in (0.050, 0.080):
+        costs.observe(n_drafts=0, decode_s=slow_s, draft_s=0.0)
+    for _ in range(n_before):
+        costs.observe(n_drafts=1, decode_s=0.012 + 0.001, draft_s=0.001)
+    for slow_s in (0.050, 0.080):
+        costs.observe(n_drafts=1, decode_s=2 * slow_s, draft_s=slow_s)
+    assert costs.row <= ROW_COST
+    assert costs.draft == pytest.approx(0.1)
+
+
 def test_high_draft_cost_decays_without_drafts() -> None:
-    """One slow step does not disable drafting for good; a lower cost is kept."""
+    """Drafts that were too expensive are tried again; a lower cost is kept."""
     costs = DecodeCosts(0.1)
     costs.observe(n_drafts=0, decode_s=0.010, draft_s=0.0)
     for _ in range(40):
