@@ -32,10 +32,10 @@ class TunnelStream(asyncio.Protocol):
         self._early: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        """Write what the other end has read."""
+        """Write what the other end has read; it may not know yet that the socket is closed, on which uvloop raises."""
         if self._transport is None:
             self._early.append(data)
-        else:
+        elif not self._transport.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import uvloop
 
 from inferencecenter import __version__
 from inferencecenter.cluster import rpc_tunnel
@@ -145,6 +146,33 @@ async def test_server_that_ends_is_reported_before_its_connections(bench: Tunnel
     assert await at_end(reader) == b""
     assert (await bench.lost()).server == server.end.result()
     await asyncio.wait_for(host, TIMEOUT_S)
+
+
+def test_engine_may_send_until_it_knows_that_the_server_has_closed(tmp_path: Path) -> None:
+    """What it sends is discarded; the end of the server, which is noticed later, is reported all the same.
+
+    On uvloop, as in the processes: it raises where a closed socket is written, and asyncio does not.
+    """
+
+    async def run() -> None:
+        bench, server = await TunnelBench.open(tmp_path), EchoServer()
+        try:
+            host, _, port = await bench.connected(server)
+            reader, writer = await bench.engine(port)
+            await asyncio.wait_for(server.connected.wait(), TIMEOUT_S)
+            server.connections[0].transport.abort()
+            enough = host.channel.received_bytes + 20_000
+            async with asyncio.timeout(TIMEOUT_S):
+                while host.channel.received_bytes < enough and bench.events.empty():
+                    writer.write(bytes(1000))
+                    await asyncio.sleep(0.001)
+            server.end.set_result(RpcServerEnded(detail="the RPC server was killed by SIGKILL", from_outside=True))
+            assert await at_end(reader) == b""
+            assert (await bench.lost()).server == server.end.result()
+        finally:
+            await bench.close()
+
+    uvloop.run(run())
 
 
 async def test_lost_host_closes_the_engines_connection(bench: TunnelBench) -> None:
