@@ -75,7 +75,7 @@ _MOVES_PER_PREEMPTION: Final = 2
 _QUANTUM_EWMA_WEIGHT: Final = 0.2
 
 
-def ewma(old: float, new: float, *, weight: float) -> float:
+def _ewma(old: float, new: float, *, weight: float) -> float:
     """Return the exponentially weighted moving average; ``new`` itself when ``old`` is 0."""
     return old + weight * (new - old) if old else new
 
@@ -117,11 +117,11 @@ class PrefillBudget:
     def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float, alone: bool) -> None:
         """Learn from a step; zero stands for a part it did not have, ``alone`` for a single prompt."""
         if prefill_tokens and prefill_s > 0:
-            self._tokens_per_s[alone] = ewma(
+            self._tokens_per_s[alone] = _ewma(
                 self._tokens_per_s[alone], prefill_tokens / prefill_s, weight=_BUDGET_EWMA_WEIGHT
             )
         if decode_s > 0:
-            self._decode_s = ewma(self._decode_s, decode_s, weight=_BUDGET_EWMA_WEIGHT)
+            self._decode_s = _ewma(self._decode_s, decode_s, weight=_BUDGET_EWMA_WEIGHT)
 
     def _rate(self, n_prefilling: int) -> float:
         """Return the tokens a second at which so many prompts are prefilled."""
@@ -157,9 +157,9 @@ class Quantum:
     def observe(self, *, moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
         """Learn from a step; zero stands for a part it did not have."""
         if moves and moves_s > 0:
-            self._move_s = ewma(self._move_s, moves_s / moves, weight=_QUANTUM_EWMA_WEIGHT)
+            self._move_s = _ewma(self._move_s, moves_s / moves, weight=_QUANTUM_EWMA_WEIGHT)
         if generated_tokens and decode_s > 0:
-            self._token_s = ewma(self._token_s, decode_s / generated_tokens, weight=_QUANTUM_EWMA_WEIGHT)
+            self._token_s = _ewma(self._token_s, decode_s / generated_tokens, weight=_QUANTUM_EWMA_WEIGHT)
 
 
 class RowSource(Protocol):
